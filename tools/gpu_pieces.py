@@ -181,8 +181,8 @@ def tape(small: bool) -> Measured:
     driver, count, piece = _driver(), 32, 256 * KIB
     with _home_and_arena(driver, 2 * count * piece) as (home, opened), driver.step(None):
         device_view, into, out = opened.view(0, piece), driver.mark(), driver.mark()
-        hosts = [home.face(number * piece, piece).fill_(number) for number in range(count)]
-        backs = [home.face((count + number) * piece, piece).fill_(255) for number in range(count)]
+        hosts = [home.tensor_of(number * piece, piece).fill_(number) for number in range(count)]
+        backs = [home.tensor_of((count + number) * piece, piece).fill_(255) for number in range(count)]
         driver.record(Stream.COPY_OUT, out)
         actions: list[Action] = []
         for number in range(count):
@@ -298,8 +298,8 @@ def _copy_rates(driver: Any, sizes: Sequence[int]) -> list[dict[str, float]]:
         rows.append(row)
         with _home_and_arena(driver, 2 * size) as (home, arena), driver.step(None):
             pairs = {
-                "out": (home.face(0, size), arena.view(0, size)),
-                "in": (arena.view(size, size), home.face(size, size)),
+                "out": (home.tensor_of(0, size), arena.view(0, size)),
+                "in": (arena.view(size, size), home.tensor_of(size, size)),
             }
             for name, directions in (("alone", ("in",)), ("alone", ("out",)), ("both", ("in", "out"))):
                 streams = {
@@ -327,7 +327,7 @@ def issue_costs(small: bool) -> Measured:
     driver = _driver()
     microseconds: dict[str, float] = {}
     with _home_and_arena(driver, MIB) as (home, arena), driver.step(None):
-        host, device_view, mark = home.face(0, 64 * KIB), arena.view(0, 64 * KIB), driver.mark()
+        host, device_view, mark = home.tensor_of(0, 64 * KIB), arena.view(0, 64 * KIB), driver.mark()
         many = [
             DeviceCopy(Stream.COPY_IN, -1, device_view, host),
             RecordMark(Stream.COPY_IN, mark),

@@ -659,7 +659,7 @@ def save(
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     if home is not None:
         home.start()
-    save_checkpoint(Path(folder), models, optimizers, None if home is None else home.faces, extra, frozen=frozen)
+    save_checkpoint(Path(folder), models, optimizers, None if home is None else home.home_tensors, extra, frozen=frozen)
 
 
 def load(
@@ -694,14 +694,14 @@ def load(
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
-    faces = None if home is None else home.faces
+    home_tensors = None if home is None else home.home_tensors
     checkpoint = Checkpoint(Path(folder))
     if model is None and optimizer is None:
         return checkpoint.extra
     checkpoint.targets_by_file(models)  # refuse other models before they are allocated
     for module in models:
-        allocate(module, faces)
-    checkpoint.load(models, optimizers, faces)
+        allocate(module, home_tensors)
+    checkpoint.load(models, optimizers, home_tensors)
     return checkpoint.extra
 
 

@@ -30,7 +30,7 @@ from outofcore.capture.guard import check_shapes
 from outofcore.checkpoint.matching import check_weights
 from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError, StateError
-from outofcore.execution.aliases import Faces
+from outofcore.execution.aliases import HomeTensors
 from outofcore.execution.opening import OpenHome
 from outofcore.runtime.file_ranges import ReadFile
 from outofcore.runtime.mapped_files import MappedFiles
@@ -70,8 +70,8 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
     torch.Size([1, 256])
     """
     home.check_open()
-    with _InitializationMode(home.faces) as mode:
-        with _registrations_moving_home(home.faces):
+    with _InitializationMode(home.home_tensors) as mode:
+        with _registrations_moving_home(home.home_tensors):
             built = make()
         mode.drop_caches()
     # Memory freed by constructors would otherwise stay allocated outside the budget.
@@ -80,7 +80,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 
 @contextlib.contextmanager
-def _registrations_moving_home(faces: Faces) -> Iterator[None]:
+def _registrations_moving_home(home_tensors: HomeTensors) -> Iterator[None]:
     """Move large tensors home when this thread registers them in modules; tensors with shared storages at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
@@ -91,9 +91,9 @@ def _registrations_moving_home(faces: Faces) -> Iterator[None]:
         if threading.get_ident() != thread or not isinstance(tensor, torch.Tensor):
             return
         modules[id(module), name] = weakref.ref(module)
-        if _can_move(tensor) and faces.find(tensor) is None and not shares_storage(tensor):
+        if _can_move(tensor) and home_tensors.find(tensor) is None and not shares_storage(tensor):
             mapped.refresh()
-            _move_to_home([tensor], faces, mapped)
+            _move_to_home([tensor], home_tensors, mapped)
 
     hooks = [
         register_module_parameter_registration_hook(move_home),
@@ -118,11 +118,11 @@ def _registrations_moving_home(faces: Faces) -> Iterator[None]:
             if tensor is not None:
                 late[id(tensor)] = tensor
     for tensor in late.values():
-        if _can_move(tensor) and faces.find(tensor) is None:
+        if _can_move(tensor) and home_tensors.find(tensor) is None:
             groups.setdefault(storage_key(tensor), []).append(tensor)
     mapped.refresh()
     for tensors in groups.values():
-        _move_to_home(tensors, faces, mapped)
+        _move_to_home(tensors, home_tensors, mapped)
 
 
 def materialize(
@@ -166,18 +166,18 @@ def materialize(
     home.check_open()
     for path, module in model.named_modules():
         check_shapes(path, module)
-    _fill(model, home.faces, None if weights is None else Weights(Path(weights)), init)
+    _fill(model, home.home_tensors, None if weights is None else Weights(Path(weights)), init)
     trim_heap()
     return model
 
 
-def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
+def _fill(model: nn.Module, home_tensors: HomeTensors, files: Weights | None, init: Init | None) -> None:
     """Allocate the meta tensors of a model and initialize or load them; ``InputError`` if one gets no contents."""
     if files is not None:
         check_weights(model, files)
-    in_place = {} if files is None else _find_in_files(model, files, faces)
-    with _InitializationMode(faces) as mode:
-        tensors = allocate(model, faces, in_place)
+    in_place = {} if files is None else _find_in_files(model, files, home_tensors)
+    with _InitializationMode(home_tensors) as mode:
+        tensors = allocate(model, home_tensors, in_place)
         mode.restore([tensors[name] for name in in_place])
         mode.watch([tensor for tensor in tensors.values() if tensor.numel()])
         in_files = set() if files is None else {id(tensors[name]) for name in tensors.keys() & files.names}
@@ -198,15 +198,15 @@ def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | No
     if files is not None:
         placed = {id(tensors[name]) for name in tensors.keys() & in_place.keys()}
         names = [name for name in sorted(tensors.keys() & files.names) if id(tensors[name]) not in placed]
-        files.load({name: tensors[name] for name in names}, faces)
+        files.load({name: tensors[name] for name in names}, home_tensors)
 
 
-def _find_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
+def _find_in_files(model: nn.Module, files: Weights, home_tensors: HomeTensors) -> dict[str, tuple[ReadFile, Entry]]:
     """Return the file and entry, by name, of each meta tensor that can be read in place, without conversion.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """
-    if not faces.takes_files:
+    if not home_tensors.takes_files:
         return {}
     named = _meta_tensors(model)
     users: dict[int, set[int]] = {}
@@ -237,13 +237,13 @@ def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def allocate(
-    model: nn.Module, faces: Faces | None, in_place: Mapping[str, tuple[ReadFile, Entry]] | None = None
+    model: nn.Module, home_tensors: HomeTensors | None, in_place: Mapping[str, tuple[ReadFile, Entry]] | None = None
 ) -> dict[str, torch.Tensor]:
     """Give every meta tensor of a model memory; return the tensors by each of their names.
 
-    Tensors in ``in_place`` use the bytes of their file as memory. Others are uninitialized; ``faces`` keep large ones
-    at home. Parameters stay the same objects unless they have weak references; shared memory stays shared. Raises
-    ``StateError`` if a reference prevents the change of a parameter, ``SpillError`` if the home is full.
+    Tensors in ``in_place`` use the bytes of their file as memory. Others are uninitialized, large ones at home if there
+    are ``home_tensors``. Parameters stay the same objects unless they have weak references; shared memory stays shared.
+    Raises ``StateError`` if a reference prevents the change of a parameter, ``SpillError`` if the home is full.
     """
     named = _meta_tensors(model)
     files = {id(named[name]): source for name, source in (in_place or {}).items()}
@@ -254,12 +254,16 @@ def allocate(
             continue
         count = tensor.untyped_storage().nbytes()
         base = bases.get(storage_key(tensor))
-        if base is None and faces is not None and id(tensor) in files:
+        if base is None and home_tensors is not None and id(tensor) in files:
             file, entry = files[id(tensor)]
-            base = bases[storage_key(tensor)] = faces.adopt(file, entry.begin, count)
+            base = bases[storage_key(tensor)] = home_tensors.adopt(file, entry.begin, count)
         if base is None:
-            large = faces is not None and is_large(count)
-            base = faces.allocate(count) if faces is not None and large else torch.empty(count, dtype=torch.uint8)
+            large = home_tensors is not None and is_large(count)
+            base = (
+                home_tensors.allocate(count)
+                if home_tensors is not None and large
+                else torch.empty(count, dtype=torch.uint8)
+            )
             bases[storage_key(tensor)] = base
         allocated[id(tensor)] = _allocate_tensor(model, name, tensor, base)
     return {name: allocated[id(tensor)] for name, tensor in named.items()}
@@ -326,9 +330,9 @@ class _InitializationMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, faces: Faces | None) -> None:
+    def __init__(self, home_tensors: HomeTensors | None) -> None:
         super().__init__()
-        self._faces = faces
+        self._home_tensors = home_tensors
         self._touched: dict[int, torch.Tensor] = {}
         self._bytes = 0
         self._watched: set[int] = set()
@@ -353,7 +357,7 @@ class _InitializationMode(TorchDispatchMode):
 
     def _record_use(self, tensor: torch.Tensor) -> None:
         """Record that an op used a tensor at home; free the memory of such tensors when they exceed 16 MiB."""
-        if self._faces is None or self._faces.find(tensor) is None:
+        if self._home_tensors is None or self._home_tensors.find(tensor) is None:
             return
         key = storage_key(tensor)
         if key not in self._touched:
@@ -364,12 +368,12 @@ class _InitializationMode(TorchDispatchMode):
 
     def drop_caches(self) -> None:
         """Free the physical memory of all tensors at home that ops have used."""
-        if self._faces is not None:
+        if self._home_tensors is not None:
             for key, tensor in self._touched.items():
                 if key in self._restored:
-                    self._faces.restore(tensor)
+                    self._home_tensors.restore(tensor)
                 else:
-                    self._faces.drop_cache(tensor)
+                    self._home_tensors.drop_cache(tensor)
         self._touched.clear()
         self._bytes = 0
 
@@ -394,12 +398,12 @@ def _can_move(tensor: torch.Tensor) -> bool:
     )
 
 
-def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedFiles) -> None:
+def _move_to_home(tensors: Sequence[torch.Tensor], home_tensors: HomeTensors, mapped: MappedFiles) -> None:
     """Move tensors of one storage to the home; a storage that is mapped from a file stays in the file."""
     old = view_storage_bytes(tensors[0])
-    face = faces.adopt_mapped(old, mapped)
-    if face is None:
-        face = faces.allocate(old.numel())
-        face.copy_(old)
+    home_tensor = home_tensors.adopt_mapped(old, mapped)
+    if home_tensor is None:
+        home_tensor = home_tensors.allocate(old.numel())
+        home_tensor.copy_(old)
     for tensor in tensors:
-        rebase_tensor(tensor, face)
+        rebase_tensor(tensor, home_tensor)

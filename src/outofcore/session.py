@@ -90,7 +90,7 @@ class Session:
         self._user = user
         self._budget, self.home, self._policy = memory.budget, memory.home, planning.policy
         self._on_release = on_release  # called when another step over the home needs the model
-        self.keeper = StateKeeper(self.home.faces)
+        self.keeper = StateKeeper(self.home.home_tensors)
         self.engine = running.backend.engine(self.home.stores)
         # Threads hold the arena: end them when the step is garbage-collected without a close.
         weakref.finalize(self, self.engine.close).atexit = False
@@ -310,7 +310,7 @@ class Session:
                 if self._dynamic:
                     raise
                 raise _NoEagerLoopError from error
-            self.home.faces.drop_loop_cache = self.eager_calls.drop_cache
+            self.home.home_tensors.drop_loop_cache = self.eager_calls.drop_cache
             _log.info("running as an eager loop from now on: %s", self.eager_reason)
         if self.steps.by_signature:
             with DeferredSignals("the move of the model to the loop"):
@@ -385,7 +385,7 @@ class Session:
         try:
             with DeferredSignals("the move of the model to where it stays"):
                 if self.eager_calls is not None:
-                    self.home.faces.drop_loop_cache = None
+                    self.home.home_tensors.drop_loop_cache = None
                     self.eager_calls.close(keep_memory=self.home.shared)
                 self.keeper.release_replacements()
                 if not self.home.shared:

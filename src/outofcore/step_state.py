@@ -28,8 +28,10 @@ class StepState:
         user = self._user
         self._session.spread()
         written = self._session.steps.written_tensors()
-        faces, shards = self._home.faces, user.shards
-        save_checkpoint(folder, user.models, user.optimizers, faces, extra, shards, frozen=frozen, written=written)
+        home_tensors, shards = self._home.home_tensors, user.shards
+        save_checkpoint(
+            folder, user.models, user.optimizers, home_tensors, extra, shards, frozen=frozen, written=written
+        )
 
     def load(self, folder: Path) -> Any:
         """Load a checkpoint in all processes; if one rejects the files, no process changes. Return its ``extra``."""
@@ -42,7 +44,7 @@ class StepState:
         with self._forget_plans_if_state_is_lost(), ExitStack[None]() as ends:
             ends.push(self._mark_torn)
             ends.push(self._fail_together)
-            checkpoint.load(user.models, user.optimizers, self._home.faces, user.shards)
+            checkpoint.load(user.models, user.optimizers, self._home.home_tensors, user.shards)
         self._session.torn = ""
         return checkpoint.extra
 

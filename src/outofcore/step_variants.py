@@ -148,7 +148,7 @@ class StepVariants:
             refused |= mismatched
 
     def _mismatches(self, split: SplitStep, check_bytes: int) -> frozenset[str]:
-        """Return the splits whose results differ from those of whole ops; a check uses at most ``check_bytes``."""
+        """Return the splits that give other results than whole ops; a check uses at most ``check_bytes``."""
         if self.backend is None:
             return frozenset()
         if self.backend.driver is None:

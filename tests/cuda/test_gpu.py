@@ -175,8 +175,8 @@ def test_host_memory_is_pinned_to_the_page(device: torch.device) -> None:
     assert home.bytes == 3 * 4096 + 5 * MIB
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert home.face(first, 4096).is_pinned()
-        assert home.face(second, 5 * MIB).is_pinned()
+        assert home.tensor_of(first, 4096).is_pinned()
+        assert home.tensor_of(second, 5 * MIB).is_pinned()
     assert home.edges == [3 * 4096, 3 * 4096 + 5 * MIB]
     home.close()
 

@@ -31,7 +31,7 @@ class Pins:
         return PinnedHome(self.pin, self.active.pop, limit)
 
     def stretch_of(self, home: PinnedHome, offset: int, count: int) -> int:
-        start = home.face(offset, count).data_ptr()
+        start = home.tensor_of(offset, count).data_ptr()
         return sum(start < at + size and at < start + count for at, size in self.active.items())
 
 
@@ -117,21 +117,21 @@ def test_pages_are_populated_before_use(monkeypatch: pytest.MonkeyPatch) -> None
     home = Pins().home(64 * MIB)
     home.ensure(8 * MIB)
     assert home._require_region().resident_bytes() == 8 * MIB
-    home.face(0, 4096).fill_(7)
+    home.tensor_of(0, 4096).fill_(7)
     home.discard(0, 4096)  # a device addresses pinned pages physically, so they must stay
-    assert int(home.face(0, 4096).min()) == 7
+    assert int(home.tensor_of(0, 4096).min()) == 7
 
 
 def test_fork_shares_pinned_memory_without_a_copy() -> None:
     home = Pins().home(MIB)
     home.ensure(MIB)
-    face = home.face(0, 8)
-    face.fill_(1)
+    home_tensor = home.tensor_of(0, 8)
+    home_tensor.fill_(1)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.read(reader, 1)
-        os._exit(int(face[0]))
-    face.fill_(5)
+        os._exit(int(home_tensor[0]))
+    home_tensor.fill_(5)
     os.write(writer, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5

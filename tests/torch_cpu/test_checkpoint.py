@@ -128,7 +128,7 @@ def test_plain_pytorch_and_compiled_steps_share_checkpoints(budget: int, tmp_pat
         with torch.device("meta"):
             model, optimizer, step = make(seed=5)
         outofcore.load(tmp_path, model, optimizer, home=home)
-        assert home.faces.find(model.embed.weight) is not None
+        assert home.home_tensors.find(model.embed.weight) is not None
         with outofcore.compile(step, model, optimizer, budget=budget, home=home) as compiled:
             assert_same_bits(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
             compiled.save(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests of homes: copies, slots, faces and growth."""
+"""Tests of homes: copies, slots, home tensors and growth."""
 
 import threading
 from collections.abc import Iterator
@@ -73,30 +73,30 @@ def test_slot_does_not_touch_its_neighbours(home: HomeStore, arena: Arena) -> No
 def test_face_shares_its_bytes_with_writes_and_reads(home: HomeStore, arena: Arena) -> None:
     count = MIB + 100
     home.ensure(2 * MIB + 8 * KIB)
-    face = home.face(PAGE_BYTES, count)
-    assert face.untyped_storage().nbytes() == count
+    home_tensor = home.tensor_of(PAGE_BYTES, count)
+    assert home_tensor.untyped_storage().nbytes() == count
     for seed in range(3):
         expected = fill_with_noise(arena.memory(0, count), seed)
         home.write(PAGE_BYTES, arena.memory(0, count))
-        assert bytes(face.numpy()) == expected
-        face += 1  # dirty pages in the page cache, under direct I/O
+        assert bytes(home_tensor.numpy()) == expected
+        home_tensor += 1  # dirty pages in the page cache, under direct I/O
         home.read(PAGE_BYTES, arena.memory(4 * MIB, count))
         assert torch.equal(arena.view(4 * MIB, count), arena.view(0, count) + 1)
-        home.drop_cache(face)
-        assert torch.equal(face, arena.view(0, count) + 1)
-        face.fill_(seed)
-        home.drop_cache(face)
+        home.drop_cache(home_tensor)
+        assert torch.equal(home_tensor, arena.view(0, count) + 1)
+        home_tensor.fill_(seed)
+        home.drop_cache(home_tensor)
         home.read(PAGE_BYTES, arena.memory(4 * MIB, count))
         assert bool((arena.view(4 * MIB, count) == seed).all())
     home.close()
-    assert bool((face == 2).all())
-    home.drop_cache(face)
-    assert bool((face == 2).all())
+    assert bool((home_tensor == 2).all())
+    home.drop_cache(home_tensor)
+    assert bool((home_tensor == 2).all())
 
 
 def test_growth_keeps_slots_and_faces(home: HomeStore, arena: Arena) -> None:
     first = home.reserve(MIB)
-    face = home.face(first, MIB)
+    home_tensor = home.tensor_of(first, MIB)
     expected = fill_with_noise(arena.memory(0, MIB), 1)
     home.write(first, arena.memory(0, MIB))
     second = home.reserve(2 * MIB + 1)
@@ -106,10 +106,10 @@ def test_growth_keeps_slots_and_faces(home: HomeStore, arena: Arena) -> None:
     assert second >= first + MIB
     home.write(second, arena.memory(MIB, 2 * MIB))
     home.read(first, arena.memory(8 * MIB, MIB))
-    assert bytes(arena.memory(8 * MIB, MIB)) == bytes(face.numpy()) == expected
-    assert int(home.face(4 * MIB, MIB).sum()) == 0  # new room reads as zeros
+    assert bytes(arena.memory(8 * MIB, MIB)) == bytes(home_tensor.numpy()) == expected
+    assert int(home.tensor_of(4 * MIB, MIB).sum()) == 0  # new room reads as zeros
     assert home.capacity > home.bytes
-    assert home.face(0, 0).numel() == 0
+    assert home.tensor_of(0, 0).numel() == 0
 
 
 def test_invalid_slot_is_refused(home: HomeStore, arena: Arena) -> None:
@@ -122,7 +122,7 @@ def test_invalid_slot_is_refused(home: HomeStore, arena: Arena) -> None:
             with pytest.raises(TransferError, match="fault of the plan"):
                 use(offset, memory)
         with pytest.raises(TransferError, match="fault of the plan"):
-            home.face(offset, PAGE_BYTES)
+            home.tensor_of(offset, PAGE_BYTES)
 
 
 def test_closed_home_raises_state_error(home: HomeStore, arena: Arena) -> None:
@@ -132,7 +132,7 @@ def test_closed_home_raises_state_error(home: HomeStore, arena: Arena) -> None:
     for use in (
         lambda: home.write(0, arena.memory(0, 64)),
         lambda: home.read(0, arena.memory(0, 64)),
-        lambda: home.face(0, 64),
+        lambda: home.tensor_of(0, 64),
         lambda: home.ensure(2 * MIB),
     ):
         with pytest.raises(StateError):

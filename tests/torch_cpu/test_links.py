@@ -146,10 +146,10 @@ def test_actions_measured_together_run_concurrently() -> None:
 @pytest.mark.parametrize("make", [DiskHome, lambda _: HostHome(64 * MIB)])
 def test_measurement_keeps_the_contents_of_a_home(make: Callable[[Path], HomeStore], tmp_path: Path) -> None:
     home = make(tmp_path)
-    face = home.face(home.reserve(MIB), MIB)
-    face.fill_(7)
+    home_tensor = home.tensor_of(home.reserve(MIB), MIB)
+    home_tensor.fill_(7)
     link = measure_link(home, buffer_bytes=2 * MIB, seconds=0.02).home
-    assert bool((face == 7).all())
+    assert bool((home_tensor == 7).all())
     assert home.bytes == 5 * MIB
     assert link.bytes is not None
     assert link.bytes > 0

@@ -71,7 +71,7 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
 
 
 def is_at_home(home: outofcore.OpenHome, tensor: torch.Tensor) -> bool:
-    return home.faces.find(tensor) is not None
+    return home.home_tensors.find(tensor) is not None
 
 
 def test_build_gives_the_bits_of_the_constructor(home: outofcore.OpenHome) -> None:

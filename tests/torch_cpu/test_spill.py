@@ -80,7 +80,7 @@ def test_named_file_is_unlinked_at_once_without_o_tmpfile(
     assert [stat.S_IMODE(status.st_mode) for status in open_files_in(tmp_path)][:1] == [0o600]
     expected = fill_with_noise(arena.memory(0, MIB), 3)
     home.write(0, arena.memory(0, MIB))
-    assert bytes(home.face(0, MIB).numpy()) == expected
+    assert bytes(home.tensor_of(0, MIB).numpy()) == expected
     home.close()
 
 
@@ -94,8 +94,8 @@ def test_killed_process_leaves_no_file_behind(tmp_path: Path, unnamed: bool) -> 
         f"{'' if unnamed else 'spill.os.O_TMPFILE = os.O_DIRECTORY | os.O_RDWR'}\n"
         "home = DiskHome(sys.argv[1])\n"
         "home.ensure(1 << 30)\n"
-        "face = home.face(0, 1 << 20)\n"
-        "face.fill_(1)\n"
+        "home_tensor = home.tensor_of(0, 1 << 20)\n"
+        "home_tensor.fill_(1)\n"
         "print('ready', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -115,22 +115,22 @@ def test_faces_use_no_descriptors(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
     before = count_descriptors()
-    faces = [home.face(offset, PAGE_BYTES) for offset in range(0, MIB, PAGE_BYTES)]
+    home_tensors = [home.tensor_of(offset, PAGE_BYTES) for offset in range(0, MIB, PAGE_BYTES)]
     assert count_descriptors() == before
-    del faces
+    del home_tensors
     home.close()
 
 
 def test_drop_cache_frees_physical_memory(tmp_path: Path) -> None:
     home = DiskHome(tmp_path)
     home.ensure(32 * MIB)
-    face = home.face(0, 32 * MIB)
-    face.fill_(3)
-    touched = resident_bytes_at(face.data_ptr())
-    home.drop_cache(face)
+    home_tensor = home.tensor_of(0, 32 * MIB)
+    home_tensor.fill_(3)
+    touched = resident_bytes_at(home_tensor.data_ptr())
+    home.drop_cache(home_tensor)
     assert touched >= 30 * MIB
-    assert resident_bytes_at(face.data_ptr()) == 0
-    assert bool((face == 3).all())
+    assert resident_bytes_at(home_tensor.data_ptr()) == 0
+    assert bool((home_tensor == 3).all())
     home.close()
 
 
@@ -258,7 +258,7 @@ def test_spill_directory_in_memory_works_with_a_warning(arena: Arena) -> None:
     expected = fill_with_noise(arena.memory(0, MIB), 5)
     home.write(0, arena.memory(0, MIB))
     home.read(0, arena.memory(MIB, MIB))
-    assert bytes(arena.memory(MIB, MIB)) == expected == bytes(home.face(0, MIB).numpy())
+    assert bytes(arena.memory(MIB, MIB)) == expected == bytes(home.tensor_of(0, MIB).numpy())
     home.close()
 
 

@@ -56,8 +56,8 @@ def read_in_place(folder: Path, home: outofcore.OpenHome) -> nn.Sequential:
 
 
 def is_in_file(home: outofcore.OpenHome, tensor: torch.Tensor) -> bool:
-    face = home.faces.find(tensor)
-    return face is not None and home.faces.slots[face.home].is_in_file(face.offset)
+    home_tensor = home.home_tensors.find(tensor)
+    return home_tensor is not None and home.home_tensors.slots[home_tensor.home].is_in_file(home_tensor.offset)
 
 
 def _forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_changed_weights_stay_private_and_are_saved(home: outofcore.OpenHome, tm
     model[1].weight.data[7, 3] = 100.0
     weights["1.weight"][7, 3] = 100.0
     assert_weights(model, weights)
-    home.faces.drop_cache(model[1].weight)
+    home.home_tensors.drop_cache(model[1].weight)
     assert_weights(model, weights)
     outofcore.save(tmp_path / "checkpoint", model)
     (copy,) = (tmp_path / "checkpoint").glob("model-*.safetensors")

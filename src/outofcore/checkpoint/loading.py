@@ -31,7 +31,7 @@ from outofcore.checkpoint.matching import check_fits
 from outofcore.checkpoint.saving import INDEX, generator_name, read_index
 from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, allocate_buffer, fill, fill_range, read_header
 from outofcore.errors import InputError, TransferError
-from outofcore.execution.aliases import Faces
+from outofcore.execution.aliases import HomeTensors
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -73,7 +73,7 @@ class Checkpoint:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        faces: Faces | None,
+        home_tensors: HomeTensors | None,
         shards: Shards | None = None,
     ) -> None:
         """Load all saved state; frozen parameters that were not saved keep their values.
@@ -101,7 +101,7 @@ class Checkpoint:
         for stem, targets in fillings:
             self._check_targets(stem, targets)
         # All checks have passed: tensors are changed from here on.
-        allocated = self._allocate_missing(models, optimizers, faces)
+        allocated = self._allocate_missing(models, optimizers, home_tensors)
         training_targets |= allocated
         generators = {name: state.clone() for name, state in generator_tensors()}
         for name, state in generators.items():
@@ -110,7 +110,7 @@ class Checkpoint:
                 training_targets[saved_as] = state
         buffer = allocate_buffer()
         for stem, targets in fillings:
-            self._fill(stem, targets, faces, buffer)
+            self._fill(stem, targets, home_tensors, buffer)
         for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
             _restore_settings(optimizer, saved)
             self._restore_state(number, optimizer, saved, allocated)
@@ -161,15 +161,15 @@ class Checkpoint:
             return True
         return False
 
-    def _allocate(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+    def _allocate(self, parameter: torch.Tensor, entry: Entry, home_tensors: HomeTensors | None) -> torch.Tensor:
         """Allocate a tensor for an entry, at home if it is large; if it is sharded, only this process's range."""
         shard = self._shard_of(parameter)
         if shard is None or entry.shape != shard.shape:
-            return _allocate_tensor(parameter, entry, faces)
+            return _allocate_tensor(parameter, entry, home_tensors)
         count = shard.chunks.chunk_elements * entry.dtype.itemsize
         base = torch.zeros(count, dtype=torch.uint8)
-        if faces is not None and is_large(count):
-            base = view_storage_bytes(faces.allocate(count))
+        if home_tensors is not None and is_large(count):
+            base = view_storage_bytes(home_tensors.allocate(count))
         local = torch.empty(0, dtype=entry.dtype).set_(base.untyped_storage(), 0, (shard.count,), (1,))
         return self._record_range(shard, local)
 
@@ -273,7 +273,7 @@ class Checkpoint:
                 )
 
     def _allocate_missing(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home_tensors: HomeTensors | None
     ) -> Targets:
         """Allocate optimizer state that is missing or does not fit; return it, and tensors for all saved gradients."""
         entries = self._files["training"].entries
@@ -284,7 +284,7 @@ class Checkpoint:
                 for name, entry in self._state.get((number, place), {}).items():
                     existing = present.get(name)
                     if not self._accepts_entry(parameter, existing, entry):
-                        allocated[entry.name] = self._allocate(parameter, entry, faces)
+                        allocated[entry.name] = self._allocate(parameter, entry, home_tensors)
         for number, model in enumerate(models):
             for name, parameter in collect_contents(model).tensors.items():
                 key = f"gradient.{number}.{name}"
@@ -294,11 +294,11 @@ class Checkpoint:
                     if gradient is not None and shard is not None:
                         self._record_range(shard, gradient)
                     allocated[key] = (
-                        gradient if gradient is not None else self._allocate(parameter, entries[key], faces)
+                        gradient if gradient is not None else self._allocate(parameter, entries[key], home_tensors)
                     )
         return allocated
 
-    def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
+    def _fill(self, stem: str, targets: Targets, home_tensors: HomeTensors | None, buffer: memoryview) -> None:
         """Read a whole data file and fill its targets; raises ``TransferError`` if its checksum is wrong."""
         file = self._files[stem]
         saved_crc32 = self._index.files[self._index.names[stem]].crc32
@@ -312,13 +312,13 @@ class Checkpoint:
                 if target is None:
                     crc32 = _checksum(source, entry.begin, entry.end, buffer, crc32)
                 elif shard is not None and shard.is_row_major:
-                    crc32 = fill_range(target, shard.start, entry, source, faces, buffer, crc32)
+                    crc32 = fill_range(target, shard.start, entry, source, home_tensors, buffer, crc32)
                 elif shard is not None and self._shards is not None:
                     whole = torch.empty(shard.shape, dtype=target.dtype)
                     crc32 = fill(whole, entry, source, None, buffer, crc32)
                     target.copy_(self._shards.range_of(shard, whole))
                 else:
-                    crc32 = fill(target, entry, source, faces, buffer, crc32)
+                    crc32 = fill(target, entry, source, home_tensors, buffer, crc32)
         if crc32 != saved_crc32:
             raise TransferError(
                 f"{file.path} is not as it was saved: its checksum is {crc32:08x}, and {saved_crc32:08x} was saved; "
@@ -346,15 +346,15 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
     return tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
 
 
-def _allocate_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
+def _allocate_tensor(parameter: torch.Tensor, entry: Entry, home_tensors: HomeTensors | None) -> torch.Tensor:
     """Allocate a tensor for an entry, at home if it is large, with the parameter's strides if shapes are equal."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
         shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")
     count = shape.untyped_storage().nbytes()
-    if faces is None or not is_large(count):
+    if home_tensors is None or not is_large(count):
         return torch.empty_strided(shape.shape, shape.stride(), dtype=entry.dtype)
-    base = view_storage_bytes(faces.allocate(count)).untyped_storage()
+    base = view_storage_bytes(home_tensors.allocate(count)).untyped_storage()
     return torch.empty(0, dtype=entry.dtype).set_(base, 0, shape.shape, shape.stride())
 
 

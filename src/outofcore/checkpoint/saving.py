@@ -42,7 +42,7 @@ from outofcore.checkpoint.tensor_files import (
     header_for,
 )
 from outofcore.errors import InputError, StateError, TransferError
-from outofcore.execution.aliases import Faces
+from outofcore.execution.aliases import HomeTensors
 from outofcore.jsonfile import decode_json
 from outofcore.units import format_bytes
 
@@ -74,7 +74,7 @@ def save_checkpoint(
     folder: Path,
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
-    faces: Faces | None,
+    home_tensors: HomeTensors | None,
     extra: Any = None,
     shards: Shards | None = None,
     *,
@@ -83,16 +83,16 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint into a folder; only a complete checkpoint replaces the previous one.
 
-    ``faces`` read tensors from their home; ``extra`` is plain data for JSON. All processes of ``shards`` call this
-    together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
+    Tensors in ``home_tensors`` are read from their home; ``extra`` is data for JSON. All processes of ``shards`` call
+    this together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
     leaves out frozen parameters that training does not change; ``written`` are the tensors that steps write.
     """
     omitted = set[int]() if frozen else unchanged_parameter_ids(models, optimizers, written)
     if shards is None:
         files, index = _collect_state(models, optimizers, extra, None, omitted)
-        _write_checkpoint(folder, files, index, faces, None)
+        _write_checkpoint(folder, files, index, home_tensors, None)
         return
-    gatherer = ShardGatherer(shards, faces)
+    gatherer = ShardGatherer(shards, home_tensors)
     with shards.finish_together("save the model"):
         files, index = _collect_state(models, optimizers, extra, shards, omitted)
     files["training"] += gatherer.gather_generators()
@@ -100,7 +100,7 @@ def save_checkpoint(
         if shards.rank:
             gatherer.send([item for named in files.values() for _, item in named])
         else:
-            _write_checkpoint(folder, files, index, faces, gatherer)
+            _write_checkpoint(folder, files, index, home_tensors, gatherer)
 
 
 def _collect_state(
@@ -159,7 +159,7 @@ def _write_checkpoint(
     folder: Path,
     files: Mapping[str, NamedTensors],
     index: Mapping[str, Any],
-    faces: Faces | None,
+    home_tensors: HomeTensors | None,
     gatherer: ShardGatherer | None,
 ) -> None:
     """Write the data files and then the index of a checkpoint; if that fails, delete the new files."""
@@ -177,7 +177,7 @@ def _write_checkpoint(
             for stem, tensors in files.items():
                 name = f"{stem}{suffix}"
                 written[name] = {}
-                written[name] = _write_file(folder / name, tensors, faces, buffer, gatherer)
+                written[name] = _write_file(folder / name, tensors, home_tensors, buffer, gatherer)
             names = {stem: f"{stem}{suffix}" for stem in files}
             commit_index(folder, {**index, "names": names, "files": written}, set(written))
         except Exception:
@@ -189,9 +189,9 @@ def _write_checkpoint(
 class ShardGatherer:
     """Sends the ranges of all processes to process 0, which writes the files."""
 
-    def __init__(self, shards: Shards, faces: Faces | None) -> None:
+    def __init__(self, shards: Shards, home_tensors: HomeTensors | None) -> None:
         self._shards = shards
-        self._faces = faces
+        self._home_tensors = home_tensors
         self._remaining = 0
 
     def gather_generators(self) -> NamedTensors:
@@ -259,8 +259,8 @@ class ShardGatherer:
         for piece in part.tensor.detach().split(BUFFER_BYTES // part.tensor.element_size()):
             if piece.numel():
                 yield piece
-            if self._faces is not None:
-                self._faces.drop_cache(part.tensor)
+            if self._home_tensors is not None:
+                self._home_tensors.drop_cache(part.tensor)
 
 
 def generator_name(rank: int) -> str:
@@ -291,14 +291,18 @@ def _optimizer_tensors(
 
 
 def _write_file(
-    path: Path, tensors: NamedTensors, faces: Faces | None, buffer: memoryview, gatherer: ShardGatherer | None
+    path: Path,
+    tensors: NamedTensors,
+    home_tensors: HomeTensors | None,
+    buffer: memoryview,
+    gatherer: ShardGatherer | None,
 ) -> dict[str, int]:
     """Write a safetensors file, and return its size as "bytes" and its checksum as "crc32"."""
     with OutFile(path) as out:
         out.write(header_for([(name, item.whole if isinstance(item, ShardRange) else item) for name, item in tensors]))
         for _, item in tensors:
             if not isinstance(item, ShardRange):
-                append_tensor(item, out, faces, buffer)
+                append_tensor(item, out, home_tensors, buffer)
             elif gatherer is not None:
                 gatherer.append_whole(item, out, buffer)
         out.finish()

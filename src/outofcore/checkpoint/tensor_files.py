@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from outofcore._torch_internals import memory_of, view_storage_bytes
 from outofcore.errors import InputError, TransferError
-from outofcore.execution.aliases import Faces
+from outofcore.execution.aliases import HomeTensors
 from outofcore.jsonfile import decode_json, refuse
 from outofcore.runtime.file_io import ByteStore, Cache, Location, transfer
 from outofcore.runtime.file_ranges import Stamp
@@ -272,12 +272,12 @@ class InFile(ByteStore):
         return TransferError(f"could not read {self.path} at byte {offset}: {reason}; use another copy of the file")
 
 
-def append_tensor(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memoryview) -> None:
+def append_tensor(tensor: torch.Tensor, out: OutFile, home_tensors: HomeTensors | None, buffer: memoryview) -> None:
     """Append a CPU tensor to a file, in row-major order and in pieces of at most the size of ``buffer``."""
     count = tensor.numel() * tensor.element_size()
     if not count:
         return
-    slot = _row_major_slot(tensor, faces, to_write=False)
+    slot = _row_major_slot(tensor, home_tensors, to_write=False)
     if slot is not None:
         home, offset = slot
         for start in range(0, count, len(buffer)):
@@ -288,11 +288,16 @@ def append_tensor(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffe
     with torch.no_grad():
         for piece in _pieces(tensor.detach(), len(buffer), tensor.element_size()):
             out.write(bytes_of(piece.contiguous()))
-            _drop_cache(tensor, faces)
+            _drop_cache(tensor, home_tensors)
 
 
 def fill(
-    tensor: torch.Tensor, entry: Entry, source: InFile, faces: Faces | None, buffer: memoryview, crc32: int = 0
+    tensor: torch.Tensor,
+    entry: Entry,
+    source: InFile,
+    home_tensors: HomeTensors | None,
+    buffer: memoryview,
+    crc32: int = 0,
 ) -> int:
     """Read an entry into a CPU tensor of its shape, convert the dtype, and return the updated checksum.
 
@@ -301,7 +306,7 @@ def fill(
     at, count = entry.begin, entry.end - entry.begin
     if not count:
         return crc32
-    slot = _row_major_slot(tensor, faces, to_write=True)
+    slot = _row_major_slot(tensor, home_tensors, to_write=True)
     if slot is not None and tensor.dtype == entry.dtype:
         home, offset = slot
         for start in range(0, count, len(buffer)):
@@ -319,7 +324,7 @@ def fill(
             crc32 = zlib.crc32(piece, crc32)
             at += len(piece)
             target.copy_(torch.frombuffer(piece, dtype=entry.dtype).view(target.shape))
-            _drop_cache(tensor, faces)
+            _drop_cache(tensor, home_tensors)
     return crc32
 
 
@@ -328,7 +333,7 @@ def fill_range(
     start: int,
     entry: Entry,
     source: InFile,
-    faces: Faces | None,
+    home_tensors: HomeTensors | None,
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
@@ -345,18 +350,20 @@ def fill_range(
             if low < high:
                 overlap = piece[(low - first) * itemsize : (high - first) * itemsize]
                 tensor[low - start : high - start].copy_(torch.frombuffer(overlap, dtype=entry.dtype))
-                _drop_cache(tensor, faces)
+                _drop_cache(tensor, home_tensors)
     return crc32
 
 
-def _row_major_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
+def _row_major_slot(
+    tensor: torch.Tensor, home_tensors: HomeTensors | None, *, to_write: bool
+) -> tuple[HomeStore, int] | None:
     """Return a tensor's home and offset; None if it is not at home or not the whole storage in row-major order."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
         and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     )
-    slot = None if faces is None else faces.slot_of(tensor, to_write=to_write)
+    slot = None if home_tensors is None else home_tensors.slot_of(tensor, to_write=to_write)
     return slot if whole else None
 
 
@@ -378,9 +385,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memory_of(view_storage_bytes(tensor)[start : start + tensor.numel() * tensor.element_size()])
 
 
-def _drop_cache(tensor: torch.Tensor, faces: Faces | None) -> None:
-    if faces is not None:
-        faces.drop_cache(tensor)
+def _drop_cache(tensor: torch.Tensor, home_tensors: HomeTensors | None) -> None:
+    if home_tensors is not None:
+        home_tensors.drop_cache(tensor)
 
 
 class _WeightMap(Struct):
@@ -425,7 +432,7 @@ class Weights:
     def find(self, name: str) -> tuple[TensorFile, Entry]:
         return self._entries[name]
 
-    def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:
+    def load(self, targets: Mapping[str, torch.Tensor], home_tensors: HomeTensors | None) -> None:
         """Fill each CPU tensor with the weight of its name, converted to its dtype; their shapes must be equal."""
         by_path: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
         for name, tensor in targets.items():
@@ -435,4 +442,4 @@ class Weights:
         for path, items in by_path.items():
             with InFile(path) as source:
                 for entry, tensor in sorted(items, key=lambda item: item[0].begin):
-                    fill(tensor, entry, source, faces, buffer)
+                    fill(tensor, entry, source, home_tensors, buffer)

@@ -1,8 +1,8 @@
 """The user's tensors on persistent state: which ones share bytes, and where the bytes are.
 
 A *state* is one storage that persists across steps. A *state alias* is one of the user's tensors on it; tied parameters
-are several. A *face* is a tensor over a slot at a home, which identifies the slot. ``state_moves`` moves the bytes, and
-``tensor_data`` changes the tensors.
+are several. A *home tensor* is a tensor over a slot of a home, and identifies the slot. ``state_moves`` moves bytes,
+and ``tensor_data`` changes the tensors.
 """
 
 from __future__ import annotations
@@ -391,11 +391,11 @@ def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
     return [alias.key for alias, current, last in zip(aliases, addresses, shown, strict=True) if current != last]
 
 
-# Slots and their faces
+# Slots and their home tensors
 
 
 @dataclass
-class Face:
+class TensorSlot:
     """A slot of a home, and a reference to the storage of the tensor over it."""
 
     home: int
@@ -405,63 +405,63 @@ class Face:
     reference: StorageWeakRef
 
 
-class Faces:
-    """Creates faces (tensors over the slots of homes), and finds the slot of a face."""
+class HomeTensors:
+    """Creates home tensors (tensors over the slots of homes), and finds the slot of a tensor."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         self.slots = tuple(slots)
         # By the key of the storage. The weak reference keeps the key from being given to another storage.
-        self._faces: dict[int, Face] = {}
-        self._keys: dict[tuple[int, int], int] = {}  # of the last face of each slot
+        self._slots_by_key: dict[int, TensorSlot] = {}
+        self._keys: dict[tuple[int, int], int] = {}  # of the last home tensor of each slot
         # ``drop_cache`` for tensors in the home of an eager loop.
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Return a new face of a slot, and forget the earlier one. An ``owned`` slot is not freed with its face."""
-        tensor = self.slots[home].home.face(offset, count)
+        """Return a new home tensor of a slot, and forget the earlier one. An ``owned`` slot is not freed with it."""
+        tensor = self.slots[home].home.tensor_of(offset, count)
         if count:
             self.forget(home, offset)
             reference = StorageWeakRef(tensor.untyped_storage())
-            self._faces[internals.storage_key(tensor)] = Face(home, offset, count, owned, reference)
+            self._slots_by_key[internals.storage_key(tensor)] = TensorSlot(home, offset, count, owned, reference)
             self._keys[home, offset] = internals.storage_key(tensor)
         return tensor
 
     def forget(self, home: int, offset: int) -> None:
-        """Forget the last face of a slot, so that ``find`` does not return it; the slot is not freed."""
+        """Forget the last home tensor of a slot, so that ``find`` does not return it; the slot is not freed."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
-            del self._faces[key]
+            del self._slots_by_key[key]
 
-    def find(self, tensor: torch.Tensor) -> Face | None:
-        face = self._faces.get(internals.storage_key(tensor))
-        return None if face is None or face.reference.expired() else face
+    def find(self, tensor: torch.Tensor) -> TensorSlot | None:
+        slot = self._slots_by_key.get(internals.storage_key(tensor))
+        return None if slot is None or slot.reference.expired() else slot
 
-    def store_of(self, face: Face) -> HomeStore:
-        return self.slots[face.home].home
+    def store_of(self, slot: TensorSlot) -> HomeStore:
+        return self.slots[slot.home].home
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
         """Release the memory that caches a tensor's slot, in these homes or in the home of an eager loop."""
-        face = self.find(tensor)
-        if face is not None:
-            self.store_of(face).drop_cache(tensor)
+        slot = self.find(tensor)
+        if slot is not None:
+            self.store_of(slot).drop_cache(tensor)
         elif self.drop_loop_cache is not None:
             self.drop_loop_cache(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
         """Discard the user's writes to a tensor that shows a file, unless they were moved to the home's own file."""
-        face = self.find(tensor)
-        files = None if face is None else self.slots[face.home].home.files
-        if face is not None and files is not None:
-            files.restore(face.offset)
+        slot = self.find(tensor)
+        files = None if slot is None else self.slots[slot.home].home.files
+        if slot is not None and files is not None:
+            files.restore(slot.offset)
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Take a slot of ``count`` uninitialized bytes at the last home, and return a face of it."""
+        """Take a slot of ``count`` uninitialized bytes at the last home, and return a home tensor of it."""
         self.release_expired()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Make a range of a file a slot of the last home, which must read files in place, and return its face."""
+        """Make a range of a file a slot of the last home, which must read files in place; return its home tensor."""
         self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
@@ -470,7 +470,7 @@ class Faces:
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Return a face of the file range that a tensor is mapped from; None if it is small, written or not mapped."""
+        """Return a home tensor of the file range that a tensor maps; None if it is small, written or not mapped."""
         # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
@@ -485,14 +485,14 @@ class Faces:
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
         """Return home and offset of a tensor's slot, to read it (or with ``to_write`` write it); None if impossible."""
-        face = self.find(tensor)
-        if face is None:
+        slot = self.find(tensor)
+        if slot is None:
             return None
-        slots = self.slots[face.home]
+        slots = self.slots[slot.home]
         if to_write:  # a home does not write files that it does not own; may raise ``SpillError``
-            slots.move_to_home(face.offset)
-        moved = face.offset >= FIRST_RANGE and not slots.is_in_file(face.offset)  # may not be page-aligned
-        return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
+            slots.move_to_home(slot.offset)
+        moved = slot.offset >= FIRST_RANGE and not slots.is_in_file(slot.offset)  # may not be page-aligned
+        return None if slots.was_written(slot.offset) or (moved and to_write) else (slots.home, slot.offset)
 
     def move_to_own_memory(self, tensor: torch.Tensor | None) -> None:
         """Move a tensor to memory of its own, so that its old slot can be reused; ignore None."""
@@ -505,21 +505,21 @@ class Faces:
         rebase_tensor(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """End a step's ownership of a slot: free it now if it has no face, else when its last tensor is gone."""
+        """End a step's ownership of a slot: free it now if it has no home tensor, else when its last tensor is gone."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].free(offset, count)
         else:
-            self._faces[key].owned = False
+            self._slots_by_key[key].owned = False
 
     def release_expired(self) -> None:
-        """Forget the faces of deleted tensors, and free their slots unless a step owns them."""
-        for key, face in [(k, f) for k, f in self._faces.items() if f.reference.expired()]:
-            del self._faces[key]
-            if self._keys.get((face.home, face.offset)) == key:
-                del self._keys[face.home, face.offset]
-            if not face.owned:
-                self.slots[face.home].free(face.offset, face.bytes)
+        """Forget the home tensors of deleted tensors, and free their slots unless a step owns them."""
+        for key, slot in [(k, s) for k, s in self._slots_by_key.items() if s.reference.expired()]:
+            del self._slots_by_key[key]
+            if self._keys.get((slot.home, slot.offset)) == key:
+                del self._keys[slot.home, slot.offset]
+            if not slot.owned:
+                self.slots[slot.home].free(slot.offset, slot.bytes)
 
 
 # Gradients and optimizer state, as the user has them

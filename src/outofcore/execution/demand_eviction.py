@@ -75,9 +75,9 @@ class DemandEviction:
         self._pages: _Pages = np.zeros(0, np.uint8)
         self._evicted: list[tuple[int, int, SlotPiece]] = []  # offset in the arena, home, piece of its slot
         self._lent: dict[int, int] = {}  # bytes of the annex by address
-        self._faces: dict[int, tuple[torch.Tensor, Slots, int]] = {}  # memory of homes by address, and its slot
+        self._overflows: dict[int, tuple[torch.Tensor, Slots, int]] = {}  # memory of homes by address, and its slot
         # An op may keep memory beyond the step, as a cache of its own, and must never lose it.
-        weakref.finalize(self, _keep_stranded, self._faces).atexit = False
+        weakref.finalize(self, _keep_stranded, self._overflows).atexit = False
         this = weakref.ref(self)
 
         def serve(count: int, scope: int) -> int:
@@ -158,15 +158,15 @@ class DemandEviction:
 
     def _allocate_at_home(self, count: int) -> tuple[int, str] | None:
         """Return the address of new memory in a home, and the home's name; None if no home has room."""
-        for face, slots, _ in self._faces.values():  # lets the system write out earlier requests
-            slots.home.drop_cache(face)
+        for home_tensor, slots, _ in self._overflows.values():  # lets the system write out earlier requests
+            slots.home.drop_cache(home_tensor)
         overflow = _create_overflow_memory(self._slots, count)
         if overflow is None:
             return None
-        face, slots, _ = overflow
-        self._faces[face.data_ptr()] = overflow
+        home_tensor, slots, _ = overflow
+        self._overflows[home_tensor.data_ptr()] = overflow
         self.overflow_bytes += count
-        return face.data_ptr(), slots.home.name
+        return home_tensor.data_ptr(), slots.home.name
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
         """Return memory of a home for an optimizer's new state; None if the reserve holds it or no home has room."""
@@ -175,9 +175,9 @@ class DemandEviction:
         overflow = _create_overflow_memory(self._slots, count)
         if overflow is None:
             return None
-        face, slots, offset = overflow
+        home_tensor, slots, offset = overflow
         self.overflow_bytes += count
-        return tensor_with_release(face.data_ptr(), count, partial(_release_slot, slots, offset, face))
+        return tensor_with_release(home_tensor.data_ptr(), count, partial(_release_slot, slots, offset, home_tensor))
 
     def _op_of_scope(self, scope: int) -> Op:
         run = self._program.instructions[self._instructions[scope]]
@@ -216,9 +216,9 @@ class DemandEviction:
         live = self._arena.lent_addresses()
         for address in [address for address in self._lent if address not in live]:
             advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
-        for address in [address for address in self._faces if address not in live]:
-            face, slots, offset = self._faces.pop(address)
-            slots.free(offset, face.numel())
+        for address in [address for address in self._overflows if address not in live]:
+            home_tensor, slots, offset = self._overflows.pop(address)
+            slots.free(offset, home_tensor.numel())
 
     def _find_address(self, count: int) -> int | None:
         """Return the first free address in the annex for ``count`` bytes, or None."""
@@ -311,23 +311,23 @@ def _create_overflow_memory(homes: Sequence[Slots], count: int) -> tuple[torch.T
         except SpillError:
             continue
         try:
-            return slots.home.face(offset, count), slots, offset
+            return slots.home.tensor_of(offset, count), slots, offset
         except OutOfCoreError:
             slots.free(offset, count)
     return None
 
 
-def _release_slot(slots: Slots, offset: int, face: torch.Tensor) -> None:
-    slots.free(offset, face.numel())
+def _release_slot(slots: Slots, offset: int, home_tensor: torch.Tensor) -> None:
+    slots.free(offset, home_tensor.numel())
 
 
 _stranded: list[object] = []  # memory that outlives its lender, kept until the process ends
 
 
-def _keep_stranded(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
+def _keep_stranded(home_tensors: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
     """Keep memory that outlives its lender until the process ends."""
-    if faces:
-        _stranded.append(faces)
+    if home_tensors:
+        _stranded.append(home_tensors)
 
 
 def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:

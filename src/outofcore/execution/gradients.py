@@ -99,8 +99,8 @@ class StepGradients:
         gradient = self._find_parameter(binding).grad
         if gradient is None:
             raise StateError(
-                f"the gradient {binding.key} was there when the step was captured and is None now, but the step adds to "
-                "it: clear gradients in the step, or set them to None before the step is compiled"
+                f"the gradient {binding.key} was there when the step was captured and is None now, but the step adds "
+                "to it: clear gradients in the step, or set them to None before the step is compiled"
             )
         return gradient
 

@@ -19,7 +19,7 @@ from outofcore.analysis import is_large, placed_bytes
 from outofcore.capture.captured import CPU, Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.aliases import (
-    Faces,
+    HomeTensors,
     PersistentState,
     StateAlias,
     StatePlace,
@@ -41,11 +41,11 @@ _log = logging.getLogger("outofcore")
 class StateKeeper:
     """Tracks the persistent states of a step, and the user's changes to their tensors."""
 
-    def __init__(self, faces: Faces) -> None:
-        self._faces = faces
-        self.slots = faces.slots
+    def __init__(self, home_tensors: HomeTensors) -> None:
+        self._home_tensors = home_tensors
+        self.slots = home_tensors.slots
         self._states: dict[str, PersistentState] = {}
-        self.moves = StateMoves(faces, self._states)
+        self.moves = StateMoves(home_tensors, self._states)
         self._by_tensor: dict[str, PersistentState] = {}
         self._origins: dict[str, torch.device] = {}
         self.generation = 0  # number of calls of ``forget_all``
@@ -85,15 +85,15 @@ class StateKeeper:
         """Mark a state as at home if its tensors fill an unowned slot or a mapped file, else as in ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
-        face = self._faces.find(state.aliases[0].tensor)
+        slot = self._home_tensors.find(state.aliases[0].tensor)
         state.become(StatePlace.OWN)
-        if face is None and is_large(state.bytes) and self._adopt_mapped_file(state):
+        if slot is None and is_large(state.bytes) and self._adopt_mapped_file(state):
             return
-        if face is None or face.owned or face.bytes != state.bytes or state.slot is not None:
+        if slot is None or slot.owned or slot.bytes != state.bytes or state.slot is not None:
             return
         if state.has_expected_layout():
-            face.owned = True
-            state.home, state.slot = face.home, face.offset
+            slot.owned = True
+            state.home, state.slot = slot.home, slot.offset
             state.become(StatePlace.HOME)
             state.set_shown(internals.view_storage_bytes(state.aliases[0].tensor)[: state.bytes])
 
@@ -106,13 +106,13 @@ class StateKeeper:
             or tensor.untyped_storage().nbytes() != state.bytes
         ):
             return False
-        face = self._faces.adopt_mapped(tensor, self._current_mapping())
-        found_face = None if face is None else self._faces.find(face)
-        if face is None or found_face is None:
+        home_tensor = self._home_tensors.adopt_mapped(tensor, self._current_mapping())
+        slot = None if home_tensor is None else self._home_tensors.find(home_tensor)
+        if home_tensor is None or slot is None:
             return False
-        found_face.owned = True
-        state.home, state.slot = found_face.home, found_face.offset
-        state.show(face, StatePlace.HOME)
+        slot.owned = True
+        state.home, state.slot = slot.home, slot.offset
+        state.show(home_tensor, StatePlace.HOME)
         return True
 
     def _current_mapping(self) -> MappedFiles:
@@ -155,7 +155,7 @@ class StateKeeper:
                 with contextlib.suppress(SpillError):
                     self.moves.move_to_home(state, last)
             if state.place is StatePlace.HOME and state.slot is not None:
-                self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
+                self._home_tensors.disown(state.home, state.slot, placed_bytes(state.bytes))
                 state.slot = None
                 state.become(StatePlace.OWN)
                 state.set_shown(None)
@@ -227,7 +227,7 @@ class StateKeeper:
                 alias.address = -1
                 reference = weakref.ref(old)
                 del old
-                self._faces.move_to_own_memory(reference())
+                self._home_tensors.move_to_own_memory(reference())
             adopt_replacements([state])
             # The bytes at home now differ from the last ones written there.
             self.slots[state.home].home.start()
@@ -238,13 +238,15 @@ class StateKeeper:
             return
         leftover = state.aliases[0].release_tensor()
         if state.place in (StatePlace.HOME, StatePlace.ARENA):
-            self._faces.move_to_own_memory(leftover)
+            self._home_tensors.move_to_own_memory(leftover)
         state.mark_absent()
 
     def show_gradient(self, state: PersistentState, value: Value, memory: torch.Tensor | None) -> torch.Tensor:
         """Return a produced gradient's tensor over ``memory``, or over its slot at home if ``memory`` is None."""
         state.aliases[0].update_layout(value)
-        state.show(*((self._create_face(state), StatePlace.HOME) if memory is None else (memory, StatePlace.OWN)))
+        state.show(
+            *((self._create_home_tensor(state), StatePlace.HOME) if memory is None else (memory, StatePlace.OWN))
+        )
         return state.aliases[0].tensor
 
     def show_arena_gradient(
@@ -261,7 +263,7 @@ class StateKeeper:
         """Replace a cleared gradient by a placeholder for the program; a tensor still in use keeps its bytes."""
         for alias in state.aliases:
             if alias.key == binding.key:
-                self._faces.move_to_own_memory(alias.release_tensor())
+                self._home_tensors.move_to_own_memory(alias.release_tensor())
                 alias.is_placeholder = True
         if state.shown is None:
             state.mark_absent()
@@ -324,9 +326,9 @@ class StateKeeper:
                 if start < end:
                     raise StateError(f"{first_key} and {second_key} overlap in {region}: please report it")
 
-    def _create_face(self, state: PersistentState) -> torch.Tensor:
+    def _create_home_tensor(self, state: PersistentState) -> torch.Tensor:
         slot = self.moves.ensure_slot(state)
-        return self._faces.show(state.home, slot, state.bytes)
+        return self._home_tensors.show(state.home, slot, state.bytes)
 
     def evacuate(self) -> None:
         """Move states in a device's ordinary memory to the CPU, to make room there for an arena."""

@@ -12,7 +12,7 @@ import torch
 from outofcore._torch_internals import memory_of
 from outofcore.analysis import is_large
 from outofcore.errors import InputError, StateError, UnitError
-from outofcore.execution.aliases import Faces
+from outofcore.execution.aliases import HomeTensors
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import ReplayMode
@@ -40,7 +40,7 @@ class OpenHome:
 
     def __init__(self, stores: Sequence[HomeStore], *, stays_open: bool) -> None:
         self.stores = tuple(stores)
-        self.faces = Faces([Slots(store) for store in stores])
+        self.home_tensors = HomeTensors([Slots(store) for store in stores])
         self.stays_open = stays_open  # whether tensors stay in the home when a step is closed
         self._holders = 1 if stays_open else 0
         self._closed = False
@@ -74,7 +74,7 @@ class OpenHome:
         tensor(1023.)
         """
         size = count * dtype.itemsize
-        base = self.faces.allocate(size) if is_large(size) else torch.empty(size, dtype=torch.uint8)
+        base = self.home_tensors.allocate(size) if is_large(size) else torch.empty(size, dtype=torch.uint8)
         return base.view(dtype)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class OpenHome:
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
         """Return the disk and offset of a tensor; None if it is elsewhere, or not contiguous whole pages."""
-        slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
+        slot = self.home_tensors.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
         begin = int(tensor.storage_offset()) * tensor.element_size()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
 from outofcore.errors import SpillError
-from outofcore.execution.aliases import Faces, PersistentState, StatePlace
+from outofcore.execution.aliases import HomeTensors, PersistentState, StatePlace
 from outofcore.execution.arena import DeviceArena
 from outofcore.program import Block, Program
 from outofcore.runtime.file_io import new_copy_buffer
@@ -21,9 +21,9 @@ _log = logging.getLogger("outofcore")
 class StateMoves:
     """Moves states between places, and finds room at homes. States below 64 KiB use ordinary memory, not a slot."""
 
-    def __init__(self, faces: Faces, states: Mapping[str, PersistentState]) -> None:
-        self._faces = faces
-        self.slots = faces.slots
+    def __init__(self, home_tensors: HomeTensors, states: Mapping[str, PersistentState]) -> None:
+        self._home_tensors = home_tensors
+        self.slots = home_tensors.slots
         self._states = states
         self.arena: DeviceArena | None = None
         self._fixed_at_home: set[int] = set()  # ids of states that must not move to make room
@@ -71,20 +71,20 @@ class StateMoves:
         states = [s for s in self._states.values() if s.place in places and s.home == home and s.slot is not None]
         for state in sorted(states, key=lambda s: s.slot or 0):
             old, count = self.ensure_slot(state), placed_bytes(state.bytes)
-            self._faces.forget(home, old)
+            self._home_tensors.forget(home, old)
             slots.free(old, count)
             state.slot = slots.take(count)
             if state.slot != old:
                 slots.home.write(state.slot, internals.memory_of(state.current_bytes()))
             if state.place is StatePlace.HOME:
-                state.show(self._faces.show(home, state.slot, state.bytes), StatePlace.HOME)
+                state.show(self._home_tensors.show(home, state.slot, state.bytes), StatePlace.HOME)
             elif state.slot != old:
                 state.home_fingerprint = state.fingerprint()
 
     def release_slot(self, state: PersistentState) -> None:
-        """Free a state's slot, and forget its face. The state's bytes must be elsewhere, or unused."""
+        """Free a state's slot, and forget its home tensor. The state's bytes must be elsewhere, or unused."""
         if state.slot is not None:
-            self._faces.forget(state.home, state.slot)
+            self._home_tensors.forget(state.home, state.slot)
             self.slots[state.home].free(state.slot, placed_bytes(state.bytes))
             state.slot = state.home_fingerprint = None
 
@@ -148,7 +148,7 @@ class StateMoves:
             undo.pop_all()
         self.release_slot(state)
         state.slot = new
-        state.show(self._faces.show(state.home, new, state.bytes), StatePlace.HOME)
+        state.show(self._home_tensors.show(state.home, new, state.bytes), StatePlace.HOME)
 
     def _ensure_home_copy(self, state: PersistentState, home: int, arena: DeviceArena) -> None:
         """Save the current bytes of a state in the arena to a slot at ``home``."""
@@ -265,30 +265,30 @@ class StateMoves:
         if state.place is StatePlace.ARENA and state.slot is not None and state.home == home and self.arena is not None:
             self.update_home_copy(state, self.arena)
             state.home_fingerprint = None
-            state.show(self._faces.show(home, state.slot, state.bytes), StatePlace.HOME)
+            state.show(self._home_tensors.show(home, state.slot, state.bytes), StatePlace.HOME)
             return
         self._move_if_written(state)
         slots = self.slots[home]
         old_end = slots.end
         slot = self._take_slot(home, state)
-        face = self._faces.show(home, slot, state.bytes)
+        home_tensor = self._home_tensors.show(home, slot, state.bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(slots.free, slot, placed_bytes(state.bytes))
-            undo.callback(self._faces.forget, home, slot)
+            undo.callback(self._home_tensors.forget, home, slot)
             if state.place is StatePlace.ARENA and self.arena is not None:
                 offset = state.offset_in(self.arena.address)
                 self.arena.save(offset, placed_bytes(state.bytes), slots.home, slot)
             elif state.place is StatePlace.HOME and slots.home.in_memory and state.slot is not None:
-                # Reading it through its face would fill the page cache.
-                self.slots[state.home].home.read(state.slot, internals.memory_of(face))
+                # Reading it through its home tensor would fill the page cache.
+                self.slots[state.home].home.read(state.slot, internals.memory_of(home_tensor))
             elif state.place is not StatePlace.ABSENT:
                 slots.home.write(slot, internals.memory_of(state.current_bytes().cpu()))
             elif slot < old_end:
-                face.zero_()
+                home_tensor.zero_()
             undo.pop_all()
         self.release_slot(state)
         state.slot, state.home = slot, home
-        state.show(face, StatePlace.HOME)
+        state.show(home_tensor, StatePlace.HOME)
 
     def _move_to_arena(self, state: PersistentState, block: Block, arena: DeviceArena, *, keep: bool) -> None:
         """Copy a state into its block (zeros if it has no bytes), and release its slot unless ``keep``."""
@@ -301,7 +301,7 @@ class StateMoves:
         else:
             target.copy_(state.current_bytes())
         if keep and state.place is StatePlace.HOME and state.slot is not None:
-            self._faces.forget(state.home, state.slot)
+            self._home_tensors.forget(state.home, state.slot)
             state.show(target, StatePlace.ARENA)
             state.home_fingerprint = state.fingerprint()
             return

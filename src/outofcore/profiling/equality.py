@@ -496,7 +496,7 @@ class ExactnessTrial:
         adapt_constants: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments by name; with ``adapt_constants``, constants such as sizes are those of ``low:high``."""
+        """Return the arguments by name; with ``adapt_constants``, adapt constants such as sizes to ``low:high``."""
         call = call or self.check.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if (

@@ -450,7 +450,7 @@ def _memory_copies(
     driver: Driver, home: HomeStore, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
     """Return copies of ``size`` bytes out and in, and of a page out and in, to time for a home in host memory."""
-    host = [home.face(slot, size) for slot in slots]
+    host = [home.tensor_of(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
 

@@ -119,7 +119,7 @@ class FileRanges:
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
         self._starts: list[int] = []  # starts of all ranges, removed ones included, in order
-        self._by_address: dict[int, int] = {}  # offsets of ranges, by the address of their face
+        self._by_address: dict[int, int] = {}  # offsets of ranges, by the address of their home tensor
         self._next = FIRST_RANGE
 
     @property
@@ -171,7 +171,7 @@ class FileRanges:
         start = self._starts[bisect_right(self._starts, offset) - 1]
         return self._ranges[start], offset - start
 
-    def face(self, offset: int) -> torch.Tensor:
+    def tensor_of(self, offset: int) -> torch.Tensor:
         """Return a range as a mapped uint8 tensor for the user; raises ``OSError`` if mapping fails."""
         file_range = self._ranges[offset]
         memory = None if file_range.view is None else file_range.view.memory(file_range.page_offset, file_range.bytes)
@@ -180,27 +180,27 @@ class FileRanges:
                 file_range.begin - file_range.page_offset, file_range.page_offset + file_range.bytes
             )
             file_range.view, memory = region.weak_reference(), region.memory(file_range.page_offset, file_range.bytes)
-        face = tensor_over(memory)
-        self._by_address[face.data_ptr()] = offset
-        return face
+        home_tensor = tensor_over(memory)
+        self._by_address[home_tensor.data_ptr()] = offset
+        return home_tensor
 
     def is_written(self, offset: int) -> bool:
-        """Return whether the user has written to the face of a range. False after the range has moved to the home."""
+        """Return whether the user has written to a range's home tensor; False after the range has moved to the home."""
         file_range = self._ranges[offset]
         view = file_range.live_view
         return file_range.pages is None and view is not None and has_written_page(view.address, view.bytes)
 
     def restore(self, offset: int) -> None:
-        """Discard the user's writes to the face of a range; no effect after the range has moved to the home."""
+        """Discard the user's writes to the home tensor of a range; no effect after the range has moved to the home."""
         file_range = self._ranges.get(offset)
         if file_range is not None and file_range.pages is None and file_range.live_view is not None:
             advise_pages(file_range.live_view.address, file_range.live_view.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
-        """Copy a range, including the user's writes, to ``pages`` of the home. Its face keeps the address."""
+        """Copy a range, including the user's writes, to ``pages`` of the home. Its home tensor keeps the address."""
         file_range = self._ranges[offset]
-        face = self.face(offset)  # keeps the mapping alive until the end
-        if file_range.view is None or face.data_ptr() != file_range.view.address + file_range.page_offset:
+        home_tensor = self.tensor_of(offset)  # keeps the mapping alive until the end
+        if file_range.view is None or home_tensor.data_ptr() != file_range.view.address + file_range.page_offset:
             raise TransferError("the mapping of a file's range has moved: please report it")
         memory = file_range.view.memory(0, file_range.view.bytes)
         if memory is not None:
@@ -208,9 +208,9 @@ class FileRanges:
             spill.map_over(file_range.view, pages[0])
         file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.page_offset, spill, pages
 
-    def drop_cache(self, face: torch.Tensor) -> bool:
-        """Drop a face's cached pages if the user has not written to it; return False if the face shows no range."""
-        offset = self._by_address.get(face.untyped_storage().data_ptr())
+    def drop_cache(self, home_tensor: torch.Tensor) -> bool:
+        """Drop a home tensor's cached pages if the user has not written to it; return False if it shows no range."""
+        offset = self._by_address.get(home_tensor.untyped_storage().data_ptr())
         file_range = None if offset is None else self._ranges.get(offset)
         view = None if file_range is None else file_range.live_view
         if offset is None or file_range is None or view is None:

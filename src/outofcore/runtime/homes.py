@@ -1,7 +1,7 @@
 """Homes, the backing stores of evicted bytes: host memory, pinned for a GPU or not, or a disk.
 
-A home is one range of bytes, in which each storage has a slot of whole pages. Between steps a slot has a face: a tensor
-over its bytes, through which the user reads and changes them.
+A home is one range of bytes, in which each storage has a slot of whole pages. Between steps a slot has a home tensor: a
+tensor over its bytes, through which the user reads and changes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
 class HomeStore(ByteStore):
-    """A home, a backing store of evicted bytes. Its caller orders the transfers of a slot and the uses of its face."""
+    """A home, a backing store of evicted bytes. Its caller orders transfers of a slot and uses of its home tensor."""
 
     sums: SlotChecksums | None = None  # of the slots written in this step; None: reads are not checked
 
@@ -83,7 +83,7 @@ class HomeStore(ByteStore):
 
     @abstractmethod
     def ensure(self, count: int) -> None:
-        """Grow the home to at least ``count`` bytes in total, keeping slots and faces; raises ``SpillError``."""
+        """Grow the home to at least ``count`` bytes in total, keeping slots and home tensors; raises ``SpillError``."""
 
     def grow(self, count: int) -> None:
         """Grow the home like ``ensure``, and further if each growth is expensive."""
@@ -119,11 +119,11 @@ class HomeStore(ByteStore):
             raise damage_error(self.name, offset, count)
 
     @abstractmethod
-    def face(self, offset: int, count: int) -> torch.Tensor:
+    def tensor_of(self, offset: int, count: int) -> torch.Tensor:
         """Return the ``count`` bytes of a slot as a uint8 tensor with its own storage, which outlives the home."""
 
-    def drop_cache(self, face: torch.Tensor) -> None:
-        """Free the physical memory that caches a face; the face keeps its contents."""
+    def drop_cache(self, home_tensor: torch.Tensor) -> None:
+        """Free the physical memory that caches a home tensor; the home tensor keeps its contents."""
 
     def discard(self, offset: int, count: int) -> None:
         """Free the memory of a slot; its contents are lost."""
@@ -147,7 +147,7 @@ class HomeStore(ByteStore):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the memory and files of the home, except faces in use. May be called again."""
+        """Free the memory and files of the home, except home tensors in use. May be called again."""
 
 
 def enable_checks(home: HomeStore, check: Check) -> HomeStore:
@@ -259,7 +259,7 @@ class HostHome(HomeStore):
             f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {reason}; please report it"
         )
 
-    def face(self, offset: int, count: int) -> torch.Tensor:
+    def tensor_of(self, offset: int, count: int) -> torch.Tensor:
         region = self._require_region()
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
@@ -395,7 +395,8 @@ class DiskHome(HomeStore):
         self.directory = default_spill_directory() if directory is None else Path(directory)
         self._limit = limit
         self._file: SpillFile | None = None
-        self._faces: dict[int, int] = {}  # slot of the last face at each address; stale entries do no harm
+        # Slot of the last home tensor at each address; stale entries do no harm.
+        self._slots_by_address: dict[int, int] = {}
         self._closed = False
         self._ranges = FileRanges()
         check_directory(self.directory)
@@ -469,43 +470,43 @@ class DiskHome(HomeStore):
             return self._ranges.transfer_error(offset, count, failure)
         return self._require_file().transfer_error(offset, count, failure, writes=writes)
 
-    def face(self, offset: int, count: int) -> torch.Tensor:
+    def tensor_of(self, offset: int, count: int) -> torch.Tensor:
         """Map a slot as a uint8 tensor, coherent with direct I/O on Linux; raises ``TransferError`` on failure."""
         if offset >= FIRST_RANGE:
-            return self._face_of_range(offset)
+            return self._tensor_of_range(offset)
         file = self._require_file()
         check_slot(offset, count, file.bytes)
         if not count:
             return torch.empty(0, dtype=torch.uint8)
         try:
-            face = tensor_over(file.map(offset, count).memory(0, count))
+            home_tensor = tensor_over(file.map(offset, count).memory(0, count))
         except OSError as error:
             raise TransferError(
                 f"a slot of {format_bytes(count)} in the spill file in {self.directory} cannot be mapped "
                 f"({error.strerror}); raise vm.max_map_count or the limit on address space (ulimit -v)"
             ) from error
-        self._faces[face.data_ptr()] = offset
-        return face
+        self._slots_by_address[home_tensor.data_ptr()] = offset
+        return home_tensor
 
-    def _face_of_range(self, offset: int) -> torch.Tensor:
-        """Return the face of a range of another file; raises ``TransferError`` if it cannot be mapped."""
+    def _tensor_of_range(self, offset: int) -> torch.Tensor:
+        """Return the home tensor of a range of another file; raises ``TransferError`` if it cannot be mapped."""
         try:
-            return self._ranges.face(offset)
+            return self._ranges.tensor_of(offset)
         except OSError as error:
             raise TransferError(
                 f"weights cannot be mapped from the file that has them ({error.strerror}); raise vm.max_map_count or "
                 "the limit on address space (ulimit -v)"
             ) from error
 
-    def drop_cache(self, face: torch.Tensor) -> None:
-        """Drop a face's pages from memory, except a changed range's; later uses read the file again."""
-        storage = face.untyped_storage()
-        if self._ranges.drop_cache(face):
+    def drop_cache(self, home_tensor: torch.Tensor) -> None:
+        """Drop a home tensor's pages from memory, except a changed range's; later uses read the file again."""
+        storage = home_tensor.untyped_storage()
+        if self._ranges.drop_cache(home_tensor):
             return
-        offset = self._faces.get(storage.data_ptr())
+        offset = self._slots_by_address.get(storage.data_ptr())
         if offset is None or not storage.nbytes():
             return
-        # A face's mapping has whole pages, so rounding up stays within it.
+        # A home tensor's mapping has whole pages, so rounding up stays within it.
         advise_pages(storage.data_ptr(), round_up(storage.nbytes(), PAGE_BYTES), mmap.MADV_DONTNEED)
         if self._file is not None:
             self._file.forget(offset, storage.nbytes())

@@ -135,7 +135,7 @@ class Slots:
         return files is not None and files.is_in_file(offset) and files.is_written(offset)
 
     def move_to_home(self, offset: int) -> None:
-        """Move a slot from another file to the home, if it is not there yet; its faces keep their addresses."""
+        """Move a slot from another file to the home, if it is not there yet; its home tensors keep their addresses."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return

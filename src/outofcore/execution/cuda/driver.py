@@ -214,7 +214,7 @@ class CudaDriver:
                 _log.info("disk reads and writes do not overlap: streams of this device cannot wait for threads")
         home = PinnedHome(self.pin, self.unpin, round_up(count, PAGE_BYTES))
         home.ensure(count)
-        return home.face(0, count)  # it keeps the memory
+        return home.tensor_of(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         """Issue a transfer between a file and host memory; raise ``TransferError`` if the device refuses it."""
@@ -405,10 +405,10 @@ class CudaArena:
         return torch.as_tensor(_Bytes(region, offset, count), device=self._device)
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        home.face(slot, count).copy_(self.view(offset, count))
+        home.tensor_of(slot, count).copy_(self.view(offset, count))
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        self.view(offset, count).copy_(home.face(slot, count))
+        self.view(offset, count).copy_(home.tensor_of(slot, count))
 
     def move(self, start: int, to: int, count: int) -> bool:
         if abs(start - to) < count:

@@ -161,7 +161,7 @@ class Preparation:
             return PreparedInstruction(index, stream, waits, mark, chunks=tuple(chunks))
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in slots[index]:
-            pieces.append((arena.view(offset, piece.bytes), self._home.face(piece.offset, piece.bytes)))
+            pieces.append((arena.view(offset, piece.bytes), self._home.tensor_of(piece.offset, piece.bytes)))
             offset += piece.bytes
         return PreparedInstruction(index, stream, waits, mark, pieces=tuple(pieces))
 
