@@ -217,7 +217,7 @@ class StepBuilder:
         return arguments
 
     def _shape_argument(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
-        """Return a value of which only the layout is read: one of ``results``, or a new one, also put into ``reads``."""
+        """Return a value of which only the layout is read: one of ``results``, or a new one, added to ``reads``."""
         for index in results:
             if index is not None and self.writer.values[index].has_same_layout(shape_value):
                 return self.writer.values[index]
