@@ -129,7 +129,7 @@ bench-lora: setup  ## LoRA on 1.1 billion frozen parameters in FOLDER=... (7 GB)
 
 databases: setup  ## train PyTorch's databases of modules and operators within tiny budgets and with split ops; an hour
 	$(BIN)/python tests/torch_cpu/databases.py modules operators
-	$(BIN)/python tests/torch_cpu/databases_in_parts.py modules operators
+	$(BIN)/python tests/torch_cpu/databases_split.py modules operators
 
 record: setup  ## compare variants, plans, times, smallest budgets and bits of some 40 pairs with tests/record; four minutes
 	$(BIN)/python tools/record.py --jobs 2

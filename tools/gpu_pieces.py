@@ -544,8 +544,8 @@ def _run_loop_plainly(name: str) -> tuple[Any, int]:
 def loop_bits(case: str, small: bool) -> Measured:
     """Compare a loop within a budget with plain PyTorch: all values read and all state."""
     torch = _make_deterministic()
-    from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner
     from following import budget_for, train_loop
+    from foreground_planning import WITHOUT_RECOMPUTATION, ForegroundPlanner
     from gpu_loops import LOOPS
     from loops import adamw
 

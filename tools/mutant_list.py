@@ -177,7 +177,7 @@ MUTANTS = (
         "Ops on half and on single precision share one measured profile.",
         (
             "tests/torch_cpu/test_capture_graph.py::test_equal_ops_share_a_family",
-            "tests/torch_cpu/test_kept.py",
+            "tests/torch_cpu/test_profile_cache.py",
             "tests/torch_cpu/test_capture_operators.py",
         ),
     ),
@@ -204,7 +204,7 @@ MUTANTS = (
         "max(b.offset + b.bytes for b in small)",
         "max(b.offset for b in small)",
         "Undoing a failed step does not restore the last of the buffers that change early.",
-        ("tests/torch_cpu/test_faults.py", "tests/torch_cpu/test_intruders.py", "tests/torch_cpu/test_copying.py"),
+        ("tests/torch_cpu/test_faults.py", "tests/torch_cpu/test_interference.py", "tests/torch_cpu/test_copying.py"),
     ),
     Mutant(
         "undo-keeps-generator",
@@ -220,7 +220,7 @@ MUTANTS = (
         "if self._pending and not self._is_handled:",
         "if len(self._pending) > 1 and not self._is_told:",
         "A single Ctrl-C during a step is dropped instead of being raised after it.",
-        ("tests/torch_cpu/test_intruders.py::test_signals_wait_for_the_end_of_a_deferred_block",),
+        ("tests/torch_cpu/test_interference.py::test_signals_wait_for_the_end_of_a_deferred_block",),
     ),
     Mutant(
         "checksum-not-compared",

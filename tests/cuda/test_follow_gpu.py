@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner
 from following import TrainingResult, budget_for, peak_of, train_loop
+from foreground_planning import WITHOUT_RECOMPUTATION, ForegroundPlanner
 from gpu_loops import LOOPS, OPTIMIZERS, train_from_pinned_memory
 from loops import adamw
 from torch import nn

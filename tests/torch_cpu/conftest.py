@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from briefly import measure_briefly
 from building import private_cache
+from short_measurements import measure_briefly
 
 from outofcore.follow.native import load_paging
 from outofcore.runtime.native import load_native

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from databases import comparable_copies, equal
-from databases_in_parts import modules, operators, step_of
+from databases_split import modules, operators, step_of
 from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
 

@@ -48,8 +48,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
-import faulty
-from preloaded import environment
+import failing_model
+from system_call_faults import environment
 
 import outofcore
 from outofcore.compiling import user_cache_folder
@@ -236,12 +236,12 @@ def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 def eager_step_results() -> Any:
     """Return the loss of each eager step, and the model before the first and after each."""
-    model, optimizer, step = faulty.build_sides()
-    snapshots, losses = [faulty.contents(model, optimizer)], []
+    model, optimizer, step = failing_model.build_sides()
+    snapshots, losses = [failing_model.contents(model, optimizer)], []
     for k in range(STEPS):
         torch.manual_seed(k)
-        losses.append(step(faulty.batch(k)))
-        snapshots.append(faulty.contents(model, optimizer))
+        losses.append(step(failing_model.batch(k)))
+        snapshots.append(failing_model.contents(model, optimizer))
     return losses, snapshots
 
 
@@ -259,7 +259,7 @@ def compile_options(home: str, folder: Path, cache: Path, budget: int) -> dict[s
 
 def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], injector: Injector) -> None:
     losses, snapshots = expected
-    model, optimizer, step = faulty.build_sides()
+    model, optimizer, step = failing_model.build_sides()
     injector.arm(kind, run.n, run.lasting)
 
     def record_failure(error: BaseException) -> None:
@@ -277,20 +277,20 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
             if run.raised:
                 raise
             record_failure(error)
-            if not have_equal_bits(faulty.contents(model, optimizer), snapshots[0]):
+            if not have_equal_bits(failing_model.contents(model, optimizer), snapshots[0]):
                 run.faults.append("compile() has changed the model")
     completed = 0
     while completed < STEPS:
         with injector.pause():
             torch.manual_seed(completed)
-            batch = faulty.batch(completed)
+            batch = failing_model.batch(completed)
         try:
             loss = ours(batch)
         except Exception as error:
             if run.raised:
                 raise
             record_failure(error)
-            completed = completed_steps(run, error, faulty.contents(model, optimizer), snapshots, completed)
+            completed = completed_steps(run, error, failing_model.contents(model, optimizer), snapshots, completed)
             if run.outcome == "torn":
                 check_refusal(run, ours, completed)
                 break
@@ -305,7 +305,7 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
         record_failure(error)
         ours.close()
     injector.disarm()
-    now = faulty.contents(model, optimizer)
+    now = failing_model.contents(model, optimizer)
     if run.outcome == "torn":
         if not all(torch.isfinite(tensor).all() for tensor in now.values()):
             run.faults.append("a torn model cannot be read")
@@ -315,7 +315,7 @@ def train_step(run: Run, kind: Kind, expected: Any, options: dict[str, Any], inj
 
 def check_refusal(run: Run, ours: Any, completed: int) -> None:
     try:
-        ours(faulty.batch(completed))
+        ours(failing_model.batch(completed))
     except StateError as error:
         if TORN in str(error):
             return
@@ -358,7 +358,7 @@ def loop_step(sides: LoopSides, number: int) -> float:
     # Its address has been taken, and it is freed after the update has evicted it.
     scale = torch.rand(128, 256)
     scale.numpy()
-    loss = ((model(faulty.batch(number)) - 1) * scale).square().mean()
+    loss = ((model(failing_model.batch(number)) - 1) * scale).square().mean()
     loss.backward()
     optimizer.step()
     return loss.item()

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import faulty
+import failing_model
 
 import outofcore
 
@@ -59,12 +59,12 @@ class Round:
 
 
 def eager_contents() -> list[dict[str, torch.Tensor]]:
-    model, optimizer, step = faulty.build_sides()
-    snapshots = [faulty.contents(model, optimizer)]
+    model, optimizer, step = failing_model.build_sides()
+    snapshots = [failing_model.contents(model, optimizer)]
     for k in range(CALLS):
         torch.manual_seed(k)
-        step(faulty.batch(k))
-        snapshots.append(faulty.contents(model, optimizer))
+        step(failing_model.batch(k))
+        snapshots.append(failing_model.contents(model, optimizer))
     return snapshots
 
 
@@ -74,14 +74,14 @@ def have_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 def run_round(round_: Round, expected: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> list[float]:
     """Make the calls of one round and return the seconds of each."""
-    model, optimizer, step = faulty.build_sides()
+    model, optimizer, step = failing_model.build_sides()
     seconds: list[float] = []
     completed = 0
     with outofcore.compile(step, model, optimizer, **options) as ours:
         tries = MAX_INTERRUPTS if round_.stage else 1
         while completed < CALLS:
             torch.manual_seed(completed)
-            batch = faulty.batch(completed)
+            batch = failing_model.batch(completed)
             killer = None
             began = threading.Event()
             stages: list[tuple[str, float]] = []  # name and start time
@@ -120,7 +120,7 @@ def run_round(round_: Round, expected: list[dict[str, torch.Tensor]], options: d
             completed = completed_calls(round_, error, model, optimizer, expected, completed)
             if round_.faults or TORN in round_.told:
                 return seconds
-        if not have_equal_bits(faulty.contents(model, optimizer), expected[CALLS]):
+        if not have_equal_bits(failing_model.contents(model, optimizer), expected[CALLS]):
             round_.faults.append("the model is not as eager training leaves it")
     return seconds
 
@@ -170,7 +170,7 @@ def completed_calls(
     round_.where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
     if not isinstance(error, KeyboardInterrupt):
         round_.faults.append(f"{type(error).__name__}: {error}")
-    now = faulty.contents(model, optimizer)
+    now = failing_model.contents(model, optimizer)
     if TORN in round_.told:
         return completed
     if DONE in round_.told or UNCHANGED in round_.told:
@@ -202,7 +202,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     expected = eager_contents()
-    smallest = faulty.smallest_budget()
+    smallest = failing_model.smallest_budget()
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {

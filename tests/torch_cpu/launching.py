@@ -1,4 +1,4 @@
-"""Fork the processes of a scenario (see ``together.py``) from one that has loaded PyTorch.
+"""Fork the processes of a scenario (see ``gloo_process.py``) from one that has loaded PyTorch.
 
     python launching.py SCRIPT SCENARIO PROCESSES FOLDER
 
@@ -58,8 +58,8 @@ def _fork_all(script: str, scenario: str, processes: int, folder: Path) -> None:
     import outofcore  # noqa: F401, PLC0415
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
-    from briefly import measure_briefly  # noqa: PLC0415
     from effort import search_like  # noqa: PLC0415
+    from short_measurements import measure_briefly  # noqa: PLC0415
 
     from outofcore.planning import QUICK  # noqa: PLC0415
 

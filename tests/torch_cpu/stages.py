@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from briefly import measure_briefly
+from short_measurements import measure_briefly
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from placed import FLOATS, floats, offset_in_arena
+from arena_helpers import FLOATS, floats, offset_in_arena
 from torch.utils.data import DataLoader, TensorDataset
 
 from outofcore.errors import ArenaError, StateError

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from placed import FLOATS, floats, is_mapped, offset_in_arena
+from arena_helpers import FLOATS, floats, is_mapped, offset_in_arena
 
 from outofcore.errors import ArenaError
 from outofcore.execution.arena import AllocationRecorder, Arena, ScopeTable

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import ForegroundPlanner
+from foreground_planning import ForegroundPlanner
 from torch import nn
 
 import outofcore

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import (
+from failing_model import (
     act_before_op,
     assert_same,
     assert_training_continues,

@@ -17,7 +17,7 @@ from outofcore.errors import StateError
 from outofcore.peers import StepFacts
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "distributed.py"
-SCRIPT = Path(__file__).with_name("together.py")
+SCRIPT = Path(__file__).with_name("gloo_process.py")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preloaded import environment
+from system_call_faults import environment
 
 SCRIPT = Path(__file__).with_name("faults_everywhere.py")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import (
+from failing_model import (
     FaultError,
     Sides,
     assert_same,

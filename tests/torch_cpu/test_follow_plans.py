@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner, reader_with_fixed_costs
 from effort import some_of
+from foreground_planning import WITHOUT_RECOMPUTATION, ForegroundPlanner, reader_with_fixed_costs
 from loops import LENGTH, adamw, loss_of, sentences
 from loops import Language as Model
 from random_loops import loop as random_loop

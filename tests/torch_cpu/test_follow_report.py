@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner, reader_with_fixed_costs
+from foreground_planning import WITHOUT_RECOMPUTATION, ForegroundPlanner, reader_with_fixed_costs
 from loops import BATCH, LENGTH, Language, adamw, loss_of, sentences
 from torch import nn
 

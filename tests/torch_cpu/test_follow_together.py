@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("view", some_of([False, True], [True]), ids=["gradients", "views of buckets"])
 def test_two_data_parallel_processes_are_exact(view: bool, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("ranks.py")
+    script = Path(__file__).with_name("eager_gloo_process.py")
     for status, output in run_together(script, str(int(view)), 2, tmp_path):
         assert status == 0, output
         assert output.endswith("same\n")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
-from faulty import fail_at
+from failing_model import fail_at
 from safetensors.torch import save_file
 from torch import nn
 

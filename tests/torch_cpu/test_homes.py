@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homely import fill_with_noise, refuse_direct_io, resident_bytes
+from home_helpers import fill_with_noise, refuse_direct_io, resident_bytes
 
 import outofcore
 from outofcore.errors import StateError, TransferError

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
-from cutting import split_all
 from effort import some_of
 from exactness import assert_same, check_exact
+from split_steps import split_all
 from torch import nn
 
 import outofcore

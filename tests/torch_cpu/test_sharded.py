@@ -19,7 +19,7 @@ import outofcore
 from outofcore.cli.app import app
 from outofcore.errors import InputError
 
-SCRIPT = Path(__file__).with_name("sharing.py")
+SCRIPT = Path(__file__).with_name("sharded_process.py")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "sharded.py"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homely import (
+from home_helpers import (
     count_descriptors,
     file_size_limit,
     fill_with_noise,

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_cases import Case
-from cutting import ROOM, split_all
 from effort import is_exhaustive, some_of
 from exactness import CASES, check_exact
+from split_steps import ROOM, split_all
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("databases_in_parts.py")
+SCRIPT = Path(__file__).with_name("databases_split.py")
 
 
 def run_script(*arguments: str) -> dict[str, object]:

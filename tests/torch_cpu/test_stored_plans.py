@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import WITHOUT_RECOMPUTATION, ForegroundPlanner
+from foreground_planning import WITHOUT_RECOMPUTATION, ForegroundPlanner
 from torch import nn
 from typer.testing import CliRunner
 

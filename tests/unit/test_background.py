@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from weights_in_turn import BUDGET, COSTS, GRAPH, WINDOW
+from weights_in_sequence import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore import background
 from outofcore.background import BackgroundPlanner, PlanJob, PlanResult, RunningPlan, plan_job

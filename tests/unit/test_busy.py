@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from weights_in_turn import BUDGET, COSTS, GRAPH, WINDOW
+from weights_in_sequence import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore import busy
 from outofcore.busy import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from weights_in_turn import BUDGET, COSTS, GRAPH, LAYERS, WINDOW, chain
+from weights_in_sequence import BUDGET, COSTS, GRAPH, LAYERS, WINDOW, chain
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import StepGraph

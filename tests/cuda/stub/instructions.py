@@ -29,7 +29,7 @@ def take_steps(mode: str) -> None:
     from unittest import mock
 
     import torch
-    from at_once import ForegroundPlanner
+    from foreground_planning import ForegroundPlanner
 
     import outofcore
     from outofcore.follow import loop_planner

@@ -1,4 +1,4 @@
-"""One of several processes that train a sharded model and check its results; see ``together.py``."""
+"""One of several processes that train a sharded model and check its results; see ``gloo_process.py``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_process import Normed, assert_same_tensors, batches, expect_error, main, make_plain_step
 from safetensors.torch import load_file
-from together import Normed, assert_same_tensors, batches, expect_error, main, make_plain_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer

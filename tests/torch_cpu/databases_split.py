@@ -3,8 +3,8 @@
 Each sample is captured as a step with forward and backward pass. Each op that has a split rule is split, with storages
 of any size, unless its exactness check fails. Samples that cannot be compared are skipped and counted.
 
-    python tests/torch_cpu/databases_in_parts.py modules operators
-    python tests/torch_cpu/databases_in_parts.py operators --only nn.functional.conv2d --parts 3
+    python tests/torch_cpu/databases_split.py modules operators
+    python tests/torch_cpu/databases_split.py operators --only nn.functional.conv2d --parts 3
 
 Prints one line of JSON; exits with 1 on a failure.
 """

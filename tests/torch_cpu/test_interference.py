@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from effort import some_of
-from faulty import (
+from failing_model import (
     Sides,
     act_before_op,
     assert_same,
@@ -131,7 +131,7 @@ KILLED = """
 import os, signal, sys
 import torch
 sys.path.insert(0, sys.argv[1])
-import faulty as here
+import failing_model as here
 import outofcore
 import pytest
 model, optimizer, step = here.build_sides()
@@ -306,7 +306,7 @@ SECOND = """
 import sys
 import torch
 sys.path.insert(0, sys.argv[1])
-import faulty as here
+import failing_model as here
 import outofcore
 model, optimizer, step = here.build_sides()
 with outofcore.compile(

@@ -1,6 +1,6 @@
 """One of several processes that train together over gloo; it fails on any error.
 
-python together.py SCENARIO RANK PROCESSES STORE, where STORE is a file that does not exist yet.
+python gloo_process.py SCENARIO RANK PROCESSES STORE, where STORE is a file that does not exist yet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One of two processes that train together over gloo, eagerly and within budgets, and compare their results.
 
-python ranks.py VIEW RANK 2 STORE: VIEW is 1 if gradients are views of DDP's buckets; STORE is a new file.
+python eager_gloo_process.py VIEW RANK 2 STORE: VIEW is 1 if gradients are views of DDP's buckets; STORE is a new file.
 """
 
 from __future__ import annotations
