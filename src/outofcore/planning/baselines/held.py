@@ -23,7 +23,7 @@ class Held:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Held:
-        """Return the calculator for a step; only large storages and workspaces count."""
+        """Build the calculator for a step."""
         n = len(graph.ops)
         change = np.zeros(n + 1, dtype=np.int64)
         for storage in graph.storages:
