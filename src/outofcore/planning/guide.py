@@ -100,7 +100,7 @@ class _Guide(Relaxation):
         return GapShares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
 
     def _link_units(self, info: GapInfo, home: int, *, arriving: bool) -> float:
-        """Return how much could be copied, in ``UNIT`` bytes, in the seconds of one copy with its latency."""
+        """Return the bytes (in ``UNIT``) for which a copy keeps its link busy, latency included."""
         place = self.problem.homes[home]
         if arriving:
             return place.in_seconds(info.copied_bytes) * place.bytes_per_s_in / UNIT
@@ -156,7 +156,7 @@ class _Guide(Relaxation):
             self.flows[2 * (homes * i + home) : 2 * (homes * i + home) + 2] = outs[i], ins[i]
 
     def _limit_memory(self, free: Ints) -> None:
-        """Require at each op that bytes that are resident or being copied fit ``free``."""
+        """Require at each op that bytes that are resident or being copied fit the ``free`` bytes."""
         stays = self.resident_terms()
         ops = binding_ops(self.problem.free_bytes.tolist(), [stay[1:] for stay in stays], self.spans)
         resident = add_levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])

@@ -57,7 +57,7 @@ class Policy(Protocol):
         ...
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return functions that plan the step, of which the fastest plan is used; empty if no plan is possible.
+        """Return functions that each plan the step in a different way; the fastest plan is used.
 
         Args:
             graph: the step.

@@ -149,7 +149,7 @@ class _CandidateSearch:
         return min((candidate.value for candidate in candidates), default=inf)
 
     def _solve_relaxation(self, choices: Choices) -> None:
-        """Solve the linear program with the seconds of these choices' chains; set ``shares`` and ``home_choice``."""
+        """Solve the linear program with these choices' costs of recomputation; store its shares and homes."""
         self.shares = solve(self.problem, _chain_seconds(choices), _MARGIN, weight=copy_weight(self.costs))
         homes = None if self.shares is None else self.shares.round_to_choice(self.problem)
         self.home_choice = self.problem.all_resident() if homes is None else homes
@@ -188,7 +188,7 @@ class _CandidateSearch:
     # Placing
 
     def _tune_to_fit(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
-        """Tune a candidate to leave free the bytes that earlier placements lacked; return None if it cannot fit."""
+        """Tune a candidate to need fewer bytes where earlier placements failed; None if it cannot fit."""
         if not attempts.spared_bytes.any() and not attempts.forced_offloads:
             return candidate
         return self.candidate_tuner.tune(

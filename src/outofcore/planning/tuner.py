@@ -134,7 +134,7 @@ class Tuner:
         spared: Ints | None = None,
         forced_offloads: Set[int] = frozenset(),
     ) -> TunedState | None:
-        """Start from a state, and schedule its copies such that it fits; None if that fails.
+        """Start from a state and schedule its copies, with repairs until the step fits; None if that fails.
 
         Args:
             slack: how much earlier than just in time a copy in may start, in multiples of its own seconds.
@@ -155,7 +155,7 @@ class Tuner:
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
     def tune(self, tries: int, recompute_share: float = 0.5, seed: int = 0) -> TunedState:
-        """Try random changes, a share of them to recomputation, and keep changes that do not slow the step."""
+        """Try random changes to the state, and keep changes that do not slow the step down."""
         self._library.outofcore_tuner_tune(self._handle, tries, recompute_share, seed)
         return self.read()
 

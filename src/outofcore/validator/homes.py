@@ -106,7 +106,7 @@ def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lod
 
 
 def _last_reads(copies: Sequence[_HomeCopy]) -> dict[int, int]:
-    """Map each copy out to the last copy in that reads it; map it to itself if it is never read."""
+    """Map each copy out to the last copy in that reads its bytes, or to itself if there is no such copy."""
     ends: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):

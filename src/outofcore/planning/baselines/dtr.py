@@ -189,14 +189,14 @@ class _GreedyEviction:
         self.unrecomputable = due
 
     def _bytes_and_locked(self, op: int, chain: Chain | None) -> tuple[int, frozenset[int]]:
-        """Return the bytes that an op needs, recomputation included, and the contents it must not lose."""
+        """Return the bytes that an op with its recomputation needs, and the contents that must not be evicted."""
         op_bytes = int(self.state.alone[op])
         if chain is None:
             return op_bytes, frozenset()
         return max(op_bytes, self.template.contents.before[op] - chain.target_bytes + chain.bytes), chain.contents.seen
 
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
-        """Evict the cheapest gap of these contents by the heuristic; return False if they have no gap."""
+        """Evict the cheapest gap of the contents ``among``; return False if no such gap can be evicted."""
         allowed = self.resident & np.isin(self.content, list(among))
         return self._evict_cheapest(op, allowed)
 
@@ -250,7 +250,7 @@ class _GreedyEviction:
         self.cost[g] = chain.seconds + self.dependent_seconds[content]
 
     def _evict(self, op: int, g: int) -> None:
-        """Evict gap ``g`` at an op, and raise the costs of evicting tensors from which it is recomputed."""
+        """Evict gap ``g`` at an op, and raise the cost of evicting the contents that its recomputation needs."""
         state, contents = self.state, self.template.contents
         content = state.content[g]
         state.kind[g], state.fetch[g] = RECOMPUTED, state.end[g]

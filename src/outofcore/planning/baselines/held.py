@@ -49,7 +49,7 @@ class Held:
 
 
 def _add(change: Ints, n: int, first: int, last: int, count: int) -> None:
-    """Add ``count`` bytes over ops [first, last) to the differences ``change``; ops from ``n`` on wrap to 0."""
+    """Add ``count`` bytes over ops [first, last), modulo ``n``, to the array of changes between ops."""
     for begin, end in ((first, min(last, n)), (max(first - n, 0), last - n)):
         if begin < end:
             change[begin] += count

@@ -111,7 +111,7 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = N
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest value that fits, if all values up to it fit; ``low`` fits."""
+    """Return by bisection the largest value from ``low`` to ``high`` that fits; ``low`` must fit."""
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda value: not fits(value))
 
 

@@ -117,7 +117,7 @@ class StepSimulator:
         return True
 
     def run(self, classes: list[MapClass]) -> SimulatedStep | None:
-        """Simulate a step with this class (keep, swap or recompute) for each map; None if it does not fit."""
+        """Simulate a step with the given class (keep, swap or recompute) of each map; None if it does not fit."""
         chains = self._chains(classes)
         room = self.room_with_kept_maps(classes)
         extra = [0.0] * self.ops
@@ -225,7 +225,7 @@ class StepSimulator:
     def _fetches(
         self, swapped: list[int], room: Ints, times: tuple[float, ...], releases: dict[int, int], delayed: bool
     ) -> dict[int, int]:
-        """Return for each swapped map the op at which its copy in starts; as late as possible if ``delayed``."""
+        """Return for each swapped map the op at which its copy in starts: early, or late if ``delayed``."""
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):

@@ -183,7 +183,7 @@ class _WindowReplay:
         return replace(decision, release_by=min(max(released, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
-        """Replay one op; if it does not fit, return an earlier op from which to replay."""
+        """Replay one op; if it does not fit, return the op from which to replay, else None."""
         state = self.state
         self._extend(now)
         op = self.graph.ops[now % len(self.graph.ops)]

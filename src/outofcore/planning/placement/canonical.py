@@ -111,6 +111,6 @@ def _peak_during(rectangles: Rectangles) -> Ints:
 
 
 def _luby(index: int) -> int:
-    """Return an element of the sequence 1, 1, 2, 1, 1, 2, 4, ..., which starts at index 1."""
+    """Return the element at ``index`` (from 1) of the Luby sequence 1, 1, 2, 1, 1, 2, 4, ..."""
     power = index.bit_length()
     return 1 << (power - 1) if index == (1 << power) - 1 else _luby(index - (1 << (power - 1)) + 1)

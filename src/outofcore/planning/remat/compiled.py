@@ -218,7 +218,7 @@ class CompiledSearch:
 
 
 def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
-    """Concatenate lists into the array ``name``; return it, and an array of the indices at which each begins."""
+    """Concatenate lists; return the array ``name`` and the array of the indices at which the lists begin."""
     lists = list(lists)
     return {
         f"{name}_from": array("q", accumulate(map(len, lists), initial=0)),

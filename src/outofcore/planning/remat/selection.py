@@ -44,7 +44,7 @@ class Selection:
 
 
 def max_chain_runs(choices: Choices) -> int:
-    """Return the number of chain runs that a search may inspect."""
+    """Return the maximum number of recomputed ops that a search may inspect."""
     gaps = len(choices.recomputable)
     return min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
