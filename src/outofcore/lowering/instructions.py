@@ -29,7 +29,7 @@ class _Stay:
 
 @dataclass
 class _Lowering:
-    """Lowers one plan op by op, and tracks where each version of a storage is: in which block, at which homes."""
+    """Lowers a plan to a program, op by op; records in which block and at which homes each storage is."""
 
     graph: StepGraph
     costs: Costs
@@ -53,7 +53,7 @@ class _Lowering:
         self.history = History.of(self.graph) if recomputes else None
 
     def run(self) -> Program:
-        """Return the program: for each op, fetches and recomputation, then the op itself, then evictions."""
+        """Return a program of op runs and copies that carries out the plan."""
         graph, n = self.graph, len(self.graph.ops)
         version, homes, staying = self.version, self.homes, set(self.plan.staying)
         releases: dict[int, list[Decision]] = defaultdict(list)
@@ -175,7 +175,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check and return the decisions except KEEP; add a fetch at op 0 for each other input that the step reads."""
+        """Check the plan's decisions; return all that evict, fetch or recompute a storage."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -215,6 +215,7 @@ class _Lowering:
             decisions.append(decision)
         for storage in self.graph.storages:
             uses = self.graph.uses[storage.id]
+            # Inputs without a decision are fetched before the first op.
             if storage.arrives and storage.id not in arriving and uses:
                 if uses[0] in full_overwrites_of(self.graph, storage.id):
                     continue
@@ -222,7 +223,7 @@ class _Lowering:
         return decisions
 
     def _check_staying(self) -> None:
-        """Raise ``GraphError`` if ``plan.staying`` has a storage with a decision, or one that is not a gradient."""
+        """Raise ``GraphError`` if a storage that stays after the step is evicted or is not a gradient."""
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
@@ -237,14 +238,14 @@ class _Lowering:
                 )
 
     def _new_stay(self, storage: int | None, byte_count: int = 0, *, wraps: bool = False) -> int:
-        """Add a block that is held from the next instruction on (``wraps``: from the start); return its index."""
+        """Add a block that is held from the next instruction on; return its index."""
         if storage is not None:
             byte_count = self.placed[storage]
         self.stays.append(_Stay(storage, byte_count, 0 if wraps else len(self.instructions), wraps=wraps))
         return len(self.stays) - 1
 
     def _begin_stay(self, storage: int, *, is_last: bool) -> None:
-        """Give a storage a new block. ``is_last``: give it the block that wraps into the next step, if it has one."""
+        """Give a storage a new block, or in its last stay of a step the block that wraps into the next step."""
         if is_last and storage in self.wrapping:
             self.block_of[storage] = block = self.wrapping[storage]
             self.stays[block].born = len(self.instructions)
@@ -255,7 +256,7 @@ class _Lowering:
         self.stays[block].dies = len(self.instructions)
 
     def _check_recompute(self, decision: Decision) -> None:
-        """Raise ``GraphError`` if the storage exists before the step, or is not released right after the gap starts."""
+        """Raise ``GraphError`` if a decision to recompute a storage is invalid."""
         gap = decision.gap
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
@@ -268,7 +269,7 @@ class _Lowering:
             )
 
     def _fetch(self, decision: Decision, last_stay_starts: dict[int, int]) -> None:
-        """Append a copy of a storage from a home into a new block; raise ``GraphError`` if the home lacks it."""
+        """Append a copy of a storage from its home into a new block; raise ``GraphError`` if the home lacks it."""
         storage = decision.gap.storage
         self._begin_stay(storage, is_last=decision.gap.end == last_stay_starts.get(storage))
         version = self.homes[storage].get(decision.home)
@@ -280,7 +281,7 @@ class _Lowering:
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
     def _recomputation_sequence(self, storages: list[int], fetched: Set[int]) -> Sequence[int]:
-        """Return the ops that recompute storages, in order. Storages in ``fetched`` count as resident."""
+        """Return the ops to run again, in order, to recompute storages."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
@@ -298,8 +299,8 @@ class _Lowering:
         content = (storage, self.version[storage])
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
-    def _recompute(self, storages: list[int], runs: Sequence[int]) -> None:
-        """Append runs that recompute storages in new blocks; fetched inputs and other results use temporary blocks."""
+    def _recompute(self, storages: list[int], op_ids: Sequence[int]) -> None:
+        """Append runs of these ops, which recompute the storages in new blocks."""
         graph, history, version = self.graph, self.history, self.version
         if history is None:
             return
@@ -310,9 +311,9 @@ class _Lowering:
         def on_device(content: Content) -> bool:
             return content[0] in present and version[content[0]] == content[1]
 
-        let_go = _contents_freed_by_run(history, runs, targets)
+        freed = _contents_freed_by_run(history, op_ids, targets)
         blocks: dict[Content, int] = {}
-        for index, gone in zip(runs, let_go, strict=True):
+        for index, freed_contents in zip(op_ids, freed, strict=True):
             op = graph.ops[index]
             needs = dict(history.needs(op))
             for storage, needed in needs.items():
@@ -333,7 +334,7 @@ class _Lowering:
             blocks.update({content: used[content[0]] for content in makes.items()})
             for storage in op.discards:
                 self._end_stay(used[storage])
-            for content in gone:
+            for content in freed_contents:
                 if content in blocks:
                     self._end_stay(blocks.pop(content))
             for content in makes.items():
@@ -355,7 +356,7 @@ class _Lowering:
         self._append_run(op, self.block_of)
 
     def _append_run(self, op: Op, blocks: dict[int, int], *, recompute: bool = False) -> None:
-        """Append a run of an op on ``blocks`` (by storage), with a workspace block if the op needs one."""
+        """Append a run of an op that uses these blocks (by storage)."""
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         workspace = self._new_stay(None, scratch) if scratch else None
         used = tuple(blocks[s] for s in op.touched)
@@ -364,7 +365,7 @@ class _Lowering:
             self._end_stay(workspace)
 
     def _program(self) -> Program:
-        """Build the program from the instructions and stays so far; its blocks have no addresses yet."""
+        """Build the program from the instructions and blocks so far; the blocks have no addresses yet."""
         graph, version = self.graph, self.version
         blocks: list[Block] = []
         for index, stay in enumerate(self.stays):
@@ -388,12 +389,12 @@ class _Lowering:
         )
 
 
-def _contents_freed_by_run(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
-    """Return for each run the contents to free after it. Targets and contents that later runs read are kept."""
+def _contents_freed_by_run(history: History, op_ids: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
+    """Return for each recomputed op the storage versions (contents) to free after it."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end
     released: list[list[Content]] = []
-    for index in reversed(runs):
+    for index in reversed(op_ids):
         needs, makes = history.needs(ops[index]), history.makes(ops[index])
         released.append([content for content in (*needs, *makes) if content not in read_next])
         read_next.difference_update(makes)

@@ -39,7 +39,7 @@ def slot_bytes(storage_bytes: int) -> int:
 
 
 def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
-    """Map each storage with a permanent slot (one for the whole step) to the home that has the slot."""
+    """Map each storage that has a slot at a home for the whole step to this home."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     homes = {s: 0 for s in graph.outputs if s in moving}
@@ -50,7 +50,7 @@ def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
 
 
 def temporary_slots(graph: StepGraph, program: Program) -> Iterator[Slot]:
-    """Return the temporary slots of a program, in the order in which they become free."""
+    """Return the home slots used for only part of a step, in the order in which they become free."""
     permanent = set(permanent_slots(graph, program).items())
     last: dict[tuple[int, int], list[int]] = {}  # the copies of the latest stay, by storage and home
     stays: list[tuple[int, int, list[int]]] = []
@@ -80,7 +80,7 @@ class SlotReuse:
 
 
 def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse] | None:
-    """Return which slots each temporary slot reuses, in the order of their copies out; None if a home is too small."""
+    """Choose the freed slots that each temporary slot reuses; None if a home is too small."""
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
     home_bytes = [0] * len(capacity)
@@ -130,7 +130,7 @@ def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotR
 
 
 def copies_in_before_room(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Map each copy out that must wait for room to the number of copies in before it; None if a home is too small."""
+    """Map copies out to how many copies in must free bytes at the home first; None if it is too small."""
     if all(home.bytes is None for home in costs.homes):
         return {}
     reuses = assign_slots(graph, costs, program)

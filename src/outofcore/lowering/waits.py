@@ -168,7 +168,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Return whether an instruction changes the model or copies a gradient home, after which no undo is possible."""
+    """Return whether an instruction cannot be undone: it changes the model or copies a gradient home."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}
@@ -184,7 +184,7 @@ def _with_waits(instruction: Instruction, waits: tuple[Wait, ...]) -> Instructio
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:
-    """Return each queue of a program with its home, in the order of the entries of a clock."""
+    """Return the queues of a program, each with its home, in the order of a clock's entries."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
     has_collectives = any(isinstance(i, Run) and i.communicates for i in program.instructions)

@@ -52,6 +52,8 @@ def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | 
 
 
 class LowerBound(Relaxation):
+    """A linear program with an optimum that no plan's step time can be below."""
+
     def __init__(self, problem: Problem) -> None:
         ops, costs = problem.graph.ops, problem.costs
         history = History.of(problem.graph)
@@ -92,7 +94,7 @@ class LowerBound(Relaxation):
         return max(*self.queue_seconds, (self.queue_seconds[0] + self.program.objective()) * (1 - _TOLERANCE))
 
     def _require_recomputation(self, runs: Mapping[int, tuple[int, ...]]) -> None:
-        """Require the seconds of recomputation: an op runs again as often as the gaps of any one storage need it."""
+        """Require that the step takes at least the seconds of its ops and its recomputation."""
         ops, costs = self.problem.graph.ops, self.problem.costs
         served: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for g, needed in runs.items():
@@ -145,7 +147,7 @@ class LowerBound(Relaxation):
             self.flows[m].append(pending)
 
     def _add_flow_in(self, home: int) -> None:
-        """Add variables and rows for the bytes held at each moment because they were fetched before their use."""
+        """Add variables and rows for the bytes that were fetched from a home and not yet used, at each moment."""
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)
@@ -173,7 +175,7 @@ class LowerBound(Relaxation):
             self.flows[m].append(early[m])
 
     def _limit_memory(self) -> None:
-        """Require that resident bytes and bytes in flight fit at each moment, and resident bytes at each op."""
+        """Require that bytes that are resident or being copied fit the free memory."""
         problem, stays = self.problem, self.resident_terms()
         binding = binding_ops(problem.free_bytes.tolist(), [stay[1:] for stay in stays])
         rows = sorted([*zip(self.moments, self.flows, strict=True), *((i, []) for i in binding)])
@@ -221,7 +223,7 @@ def _required_runs(problem: Problem, history: History) -> dict[int, tuple[int, .
 
 
 def _spans(free: Sequence[int]) -> list[int]:
-    """Return the span number of each op. In long steps only ops with few free bytes have a span of their own."""
+    """Group ops into spans, short where few bytes are free; return the number of each op's span."""
     width = 1 if len(free) <= 12 * _OWN_SPANS else -(-len(free) // _OWN_SPANS)
     tight = {min(range(i, min(i + width, len(free))), key=free.__getitem__) for i in range(0, len(free), width)}
     begins = [i in tight or i - 1 in tight for i in range(len(free))]

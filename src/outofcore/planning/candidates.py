@@ -46,7 +46,7 @@ class CandidateTuner:
         self.problem, self.params, self._tuner = choices.problem, params, Tuner(choices)
 
     def create(self, origin: str, choices: Choices, homes: Ints) -> list[Candidate]:
-        """Tune ``choices`` once for each slack in the parameters; return the candidates that fit."""
+        """Return a tuned candidate for each lead time of copies (slack) with which these choices fit."""
         state = TunerState(choices.kind, choices.fetch, array("q", homes.tolist()))
         candidates: list[Candidate] = []
         for slack in self.params.slacks:
@@ -61,11 +61,11 @@ class CandidateTuner:
         candidate: Candidate,
         changes: int,
         spared: Ints | None = None,
-        leaving: Set[int] = frozenset(),
+        forced_offloads: Set[int] = frozenset(),
         seed: int = 0,
     ) -> Candidate | None:
-        """Improve a candidate by random changes; return None if it cannot fit. Arguments: see ``Tuner.begin``."""
-        start = self._tuner.begin(candidate.tuned_state.state, candidate.slack, _PASSES, spared, leaving)
+        """Improve a candidate by random changes (arguments: see ``Tuner.begin``); None if it cannot fit."""
+        start = self._tuner.begin(candidate.tuned_state.state, candidate.slack, _PASSES, spared, forced_offloads)
         if start is None:
             return None
         tries = tuning_changes(self.problem, changes)

@@ -91,7 +91,7 @@ class Front:
     def _anneal(
         self, origin: str, k: int, changes_each: int, effort: int = 1, temperature: float = _WARM
     ) -> FrontState | None:
-        """Anneal from the search's present state; return the best state within ``limits[k]``, or None."""
+        """Search by simulated annealing for the best state within ``limits[k]``; None if no state fits."""
         changes = effort * min(changes_each * len(self.choices.recomputable), _MAX_CHANGES)
         return self._state(
             origin, k, self.search.anneal(self.limits[k], changes, effort * _WORK // len(self.limits), temperature, k)
@@ -136,7 +136,7 @@ class Front:
         return states
 
     def _climb(self, last: int) -> list[FrontState]:
-        """Anneal under ever higher limits up to ``limits[last]``; return the best state of each, the lowest first."""
+        """Anneal under ever higher limits up to ``limits[last]``; return the best state under each limit."""
         changes_each, first = self.params.annealing, bisect_left(self.limits, self._states_down[-1].bytes)
         for k in range(first + len(self._states_up), last + 1) if changes_each else ():
             fitting = [state for state in (*self._states_down, *self._states_up[-1:]) if state.bytes <= self.limits[k]]
@@ -152,7 +152,7 @@ class Front:
         return self._states_up[: max(last + 1 - first, 0)]
 
     def _place(self, state: FrontState) -> tuple[Plan, Program]:
-        """Return the plan of a state and its placed program, which do not depend on the budget."""
+        """Return the plan of a state, and the plan's placed program."""
         key = id(state.pairs)
         if key not in self._placed:
             choices = choices_from_pairs(self.choices, state.pairs, state.bytes)
@@ -174,7 +174,7 @@ class Front:
         return smallest
 
     def plan(self, budget: int) -> Planned | None:
-        """Return the fastest plan within a budget, with all attempts in ``candidates``; None if no plan fits."""
+        """Return the fastest plan found within a budget; None if no plan fits."""
         if budget < self.smallest:
             return None
         outcomes: list[CandidateOutcome] = []

@@ -43,7 +43,7 @@ class GapShares:
     in_flight: Floats  # shape (ops,), bytes in flight
 
     def round_to_choice(self, problem: Problem) -> Ints | None:
-        """Choose the device or a home for each gap, the largest resident shares first; None if homes are too small."""
+        """Round the shares: choose the device or a home for each gap; None if the homes are too small."""
         choice = np.where(self.resident >= _WHOLE, ON_DEVICE, self.offloaded.argmax(axis=1))
         room: Ints = (
             problem.free_bytes - np.ceil(self.in_flight).astype(np.int64) - problem.resident_bytes(choice == ON_DEVICE)
@@ -59,13 +59,15 @@ class GapShares:
 def solve(
     problem: Problem, recompute_seconds: Mapping[int, float], margin: float = 0.0, *, weight: float
 ) -> GapShares | None:
-    """Solve the program; None if infeasible. ``margin``: share of the limit left free; ``weight``: cost of copying."""
+    """Solve the linear program of a step for the share of each gap; None if there is no solution."""
     if not problem.homes or not problem.is_feasible:
         return None
     return _Guide(problem, recompute_seconds, margin, weight).solve()
 
 
 class _Guide(Relaxation):
+    """A linear program that estimates the best share of each gap: resident, at each home, recomputed."""
+
     def __init__(self, problem: Problem, recompute_seconds: Mapping[int, float], margin: float, weight: float) -> None:
         super().__init__(problem, recompute_seconds, _spans([cost.seconds for cost in problem.costs.ops]))
         self.weight = weight  # the cost of a second of copying, in seconds of the step
@@ -81,7 +83,7 @@ class _Guide(Relaxation):
         self.limit_homes()
 
     def solve(self) -> GapShares | None:
-        """Solve the program; return the shares of each gap, or None if there is no optimum."""
+        """Solve the linear program and return the shares of each gap; None if there is no optimum."""
         problem = self.problem
         values = self.program.minimise()
         if values is None:
@@ -98,14 +100,14 @@ class _Guide(Relaxation):
         return GapShares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
 
     def _link_units(self, info: GapInfo, home: int, *, arriving: bool) -> float:
-        """Return the bytes (in ``UNIT``) that a link could move in the seconds of one copy, latency included."""
+        """Return the bytes (in ``UNIT``) for which a copy keeps its link busy, latency included."""
         place = self.problem.homes[home]
         if arriving:
             return place.in_seconds(info.copied_bytes) * place.bytes_per_s_in / UNIT
         return place.out_seconds(info.copied_bytes) * place.bytes_per_s_out / UNIT
 
     def _add_flows(self, home: int) -> None:
-        """Add variables and rows for the bytes that are being copied to and from a home in each span."""
+        """Add variables and rows for the bytes that are copied to and from a home in each span of time."""
         program, count, place, n = self.program, len(self.seconds), self.problem.homes[home], len(self.spans)
         # Bytes evicted after each span, and bytes needed back before it, in units.
         leaving, due = ([defaultdict[int, float](float) for _ in range(count)] for _ in range(2))
@@ -154,7 +156,7 @@ class _Guide(Relaxation):
             self.flows[2 * (homes * i + home) : 2 * (homes * i + home) + 2] = outs[i], ins[i]
 
     def _limit_memory(self, free: Ints) -> None:
-        """Require that resident bytes and bytes in flight together fit ``free`` at each op."""
+        """Require at each op that bytes that are resident or being copied fit the ``free`` bytes."""
         stays = self.resident_terms()
         ops = binding_ops(self.problem.free_bytes.tolist(), [stay[1:] for stay in stays], self.spans)
         resident = add_levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
@@ -167,7 +169,7 @@ class _Guide(Relaxation):
 
 
 def _spans(seconds: Sequence[float]) -> list[int]:
-    """Return each op's span number. Spans have about equal seconds in a long step, and one op each in a short step."""
+    """Divide the step into spans of about equal seconds; return the number of each op's span."""
     if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
     longest, max_ops = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)

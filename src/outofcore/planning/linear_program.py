@@ -33,10 +33,10 @@ class _SilentHighs(highspy.Highs):
 
 
 class LinearProgram:
-    """A linear program to minimise. ``interior``: by an interior-point method, faster with many optimal vertices."""
+    """A linear program to minimise; ``interior`` selects an interior-point method."""
 
     def __init__(self, *, interior: bool = False) -> None:
-        self._method = "ipm" if interior else "simplex"
+        self._method = "ipm" if interior else "simplex"  # interior points are faster with many optimal vertices
         self._costs: list[float] = []
         self._lower: list[float] = []
         self._upper: list[float] = []
@@ -57,7 +57,7 @@ class LinearProgram:
         self._costs[column] += cost
 
     def add_row(self, terms: Terms, low: float = -INFINITY, high: float = INFINITY) -> int:
-        """Require that a sum of variables times factors is in [``low``, ``high``]; return the row's number."""
+        """Require that the sum of ``terms`` is in [``low``, ``high``]; return the number of this row."""
         self._columns += terms.keys()
         self._values += terms.values()
         self._starts.append(len(self._columns))
@@ -66,7 +66,8 @@ class LinearProgram:
         return len(self._row_upper) - 1
 
     def minimise(self) -> NDArray[np.float64] | None:
-        """Solve the program as of the first call; return each variable's value, or None if there is no optimum."""
+        """Solve the program; return each variable's value, or None if there is no optimum."""
+        # Variables and rows that are added after the first call are ignored.
         solver = self._solver = self._solver or self._build_solver()
         solver.run()
         if self._method != "simplex" and solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
@@ -107,7 +108,7 @@ class LinearProgram:
 def add_levels(
     program: LinearProgram, moments: Sequence[int], stays: Iterable[tuple[int, float, Iterable[tuple[int, int]]]]
 ) -> list[int | None]:
-    """Add variables for the bytes held at each moment; return their numbers, with None before any bytes are held.
+    """Add variables for the bytes held at each moment; return their numbers (None before any are held).
 
     ``stays``: the number of a variable, its factor, and the half-open ranges of moments over which its bytes are held.
     """
@@ -132,7 +133,7 @@ def add_levels(
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[HeldRanges], spans: Sequence[int] | None = None) -> list[int]:
-    """Return, in order, ops that bind: their memory limits imply the limits of all other ops in the same spans."""
+    """Return ops that suffice as memory constraints: their limits imply the limits of all other ops."""
     # Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
     # the bytes of such ranges more room than i, the row of i implies that of p.
     count = len(free)

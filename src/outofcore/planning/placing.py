@@ -87,18 +87,18 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
     return replace(program, blocks=blocks, arena_bytes=base + above.height)
 
 
-def _live_bytes(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
-    """Return the bytes of held blocks at each of ``end`` instructions."""
-    change = np.zeros(end + 1, dtype=np.int64)
+def _live_bytes(blocks: Sequence[Block], instruction_count: int) -> NDArray[np.int64]:
+    """Return the bytes of live blocks at each instruction."""
+    change = np.zeros(instruction_count + 1, dtype=np.int64)
     for block in blocks:
-        for first, last in rectangle_of(block, end).segments:
+        for first, last in rectangle_of(block, instruction_count).segments:
             change[first] += block.bytes
             change[last] -= block.bytes
     return np.cumsum(change)[:-1]
 
 
 def _liftable_blocks(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
-    """Return ids of small blocks that only recomputed ops touch, and that are never held while the arena is full."""
+    """Return the ids of small blocks that may be placed among the large ones without a higher arena."""
     recomputation, elsewhere = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -116,22 +116,22 @@ def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) 
     )
 
 
-def rectangle_of(block: Block, end: int) -> Rectangle:
-    """Return the rectangle (lifetime and bytes) of a block in a program with ``end`` instructions."""
+def rectangle_of(block: Block, instruction_count: int) -> Rectangle:
+    """Return a block as a rectangle of its lifetime and bytes, for placement."""
     if not block.wraps:
         return Rectangle(block.id, block.born, block.dies, block.bytes)
     gap = None if block.born == block.dies == 0 else (block.dies, block.born)
-    return Rectangle(block.id, 0, end, block.bytes, gap=gap)
+    return Rectangle(block.id, 0, instruction_count, block.bytes, gap=gap)
 
 
 def small_region_bytes(whole: Program) -> int:
-    """Return the arena bytes below the large blocks, which the small blocks of an in-core program take."""
+    """Return the bytes that the small blocks take, below the large ones, if nothing is evicted."""
     small = [block for block in whole.blocks if not is_large(block.bytes)]
     return round_up(_pack(small, len(whole.instructions), None, EFFORT).height, PAGE_BYTES)
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
-    """Return the bytes of a budget that large blocks may take, without a remainder that plans cannot use."""
+    """Return the bytes of a budget that large blocks may take."""
     room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
     return room - room % _common_divisor(graph, costs)  # plans cannot use the remainder
 
@@ -176,7 +176,7 @@ def resimulate(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
 
 
 def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Search for a room in which a policy's plan can be placed within the budget; return that plan, or None."""
+    """Plan with less and less room until the plan can be placed within the budget; None if that fails."""
     room = room_for_large(graph, costs, budget)
     too_large, too_small = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
     previous_decisions, excess_bytes = None, 0
@@ -207,7 +207,7 @@ def fit_policy(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[in
 
 
 def comparison_seconds(costs: Costs, planned: Planned) -> float:
-    """Return the seconds for comparing plans: of the step and, if they do not slow it down, a share of the copies."""
+    """Return the seconds of a step plus a penalty for its copies, to compare plans."""
     if costs.homes and costs.homes[0].compute_slowdown:  # the simulated time contains the cost of copies
         return planned.timeline.step_seconds
     copying = 0.0

@@ -129,7 +129,7 @@ def plans_of_step(
     *,
     params: SearchParams | None = None,
 ) -> Iterator[Planned]:
-    """Yield plans that fit, the best first; often only the in-core plan. Raise as ``plan_step``."""
+    """Yield plans that fit the budget, the best first; raises the errors of ``plan_step``."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
     if budget < _min_feasible_bytes(graph, costs, whole):
@@ -172,7 +172,7 @@ def plans_of_step(
 
 
 def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
-    """Return a plan without evictions; None if it exceeds the budget. It keeps as many gradients as fit."""
+    """Return a plan without evictions; None if it exceeds the budget."""
     if not graph.gradients_left:
         return fit_plan(graph, costs, budget, keep_all(budget))
     planned = fit_plan(graph, costs, budget, keep_all_gradients(graph, keep_all(budget)))

@@ -57,7 +57,7 @@ class Policy(Protocol):
         ...
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the ways to plan a step, of which the fastest is used; empty if there are none.
+        """Return functions that each plan the step in a different way; the fastest plan is used.
 
         Args:
             graph: the step.
@@ -109,7 +109,7 @@ class CheckedPolicy:
 
 
 def _matches_type(value: object, hint: Any) -> bool:
-    """Return whether a value has the type of a hint; an integer is a float too, but a bool is not a number."""
+    """Return whether a value matches a type hint; integers match ``float``, too."""
     if get_origin(hint) in (Union, types.UnionType):
         return any(_matches_type(value, part) for part in get_args(hint))
     if get_origin(hint) is Literal:
@@ -219,10 +219,10 @@ def first_fitting_plan(policy: Policy, graph: StepGraph, costs: Costs, budget: i
 
 
 def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant: Asked) -> Planned | None:
-    """Return the plan of a variant within the budget, or None; raise an error if the policy's plan is invalid."""
+    """Return a plan of this variant, placed within the budget; None if no plan fits."""
 
     def named_plan(room: int) -> Plan:
-        """Return the variant's plan under the policy's name; raise an error if it is invalid."""
+        """Return the variant's plan under the policy's name; raise an error if the plan is invalid."""
         plan = variant(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's
             raise InputError(

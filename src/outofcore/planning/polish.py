@@ -50,7 +50,7 @@ _Decisions = dict[Gap, Decision]
 def polish_plan(
     problem: Problem, budget: int, best: Planned | None, starts: Sequence[Plan], params: SearchParams
 ) -> Planned | None:
-    """Search near ``starts``, which need not fit the budget; return a plan better than ``best``, or None."""
+    """Search for a better plan than ``best`` by random changes to ``starts``; None if that fails."""
     worthwhile = int(_RUNS * problem.costs.compute_seconds / _TRY_SECONDS)
     tries = min(params.polish_ops // max(len(problem.graph.ops), 1), _TRIES, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
@@ -94,7 +94,7 @@ class _Polisher:
         return comparison_seconds(self.costs, planned) * (1 + _OVER * over)
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
-        """Try up to ``tries`` changes; return the best plan, even above the budget. None: ``start`` exceeds a home."""
+        """Improve a plan by up to ``tries`` random changes; None if the homes are too small for it."""
         draw, staying = random.Random(seed), start.staying
         best = self._place({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
@@ -109,7 +109,7 @@ class _Polisher:
         return best
 
     def _place(self, decisions: _Decisions, staying: tuple[int, ...], max_seconds: float) -> Planned | None:
-        """Place and simulate a plan; None if a home is too small, or the step must take over ``max_seconds``."""
+        """Place and simulate a plan; None if a home is too small or the step surely exceeds ``max_seconds``."""
         decided = {gap.storage for gap in decisions}
         plan = Plan(
             "auto",
@@ -129,7 +129,7 @@ class _Polisher:
         return self.placed_plans[plan]
 
     def _change_randomly(self, decisions: _Decisions, draw: random.Random) -> _Decisions:
-        """Make one to three random changes, in place; return the decisions."""
+        """Apply one to three random changes to the decisions in place, and return them."""
         for _ in range(draw.choice(_AT_ONCE)):
             kind = draw.random()
             decided = [decisions[gap] for gap in sorted(decisions) if gap not in self.final]
@@ -144,7 +144,7 @@ class _Polisher:
         return decisions
 
     def _swap_gaps(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Keep the gap of a decision and evict an overlapping gap; change no decision about inputs or lone gaps."""
+        """Keep the gap of a decision resident, and evict a random overlapping gap instead."""
         gap = decision.gap
         partners = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
         if partners and gap.start >= 0:
@@ -153,7 +153,7 @@ class _Polisher:
             decisions[partner] = self._new_decision(partner, draw)
 
     def _change_decision(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Change the times, home or residency of a decision in ``decisions`` at random, or delete the decision."""
+        """Change or delete a decision at random."""
         gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)
         homes = self.homes.get(gap, tuple(range(len(self.costs.homes))))
         if decision.residency is Residency.RECOMPUTE:

@@ -54,7 +54,7 @@ class Problem:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, limit: int) -> Problem:
-        """Build the problem of a step in which large blocks may take ``limit`` bytes."""
+        """Build the planning problem of a step in which large blocks may take ``limit`` bytes."""
         n = len(graph.ops)
         written: dict[int, list[int]] = {}
         for op in graph.ops:
@@ -107,7 +107,7 @@ class Problem:
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
     def all_resident(self) -> Ints:
-        """Return the choice, of shape (gaps,), that offloads only inputs and outputs, to the first home."""
+        """Return the choice that offloads only inputs and outputs, to the first home."""
         return np.where(self._must_offload, 0, ON_DEVICE)
 
     def ops_inside(self, info: GapInfo) -> tuple[tuple[int, int], ...]:
@@ -138,7 +138,7 @@ class Problem:
         return all(bool(np.all(room[first:last] >= info.bytes)) for first, last in self.ops_inside(info))
 
     def copies_needed(self, choice: Ints) -> list[bool]:
-        """Return for each gap whether it is offloaded by a copy out; a current copy at home makes that unnecessary."""
+        """Return for each gap whether offloading it requires a copy out."""
         leaving: dict[int, list[int]] = {}
         at_home: dict[tuple[int, int], int] = {}
         home_of: list[int] = choice.tolist()
@@ -164,7 +164,7 @@ class Problem:
         return needed
 
     def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
-        """Move storages to other homes until no home overflows; return the new choice. None: the homes are too small.
+        """Return a choice of homes such that no home overflows; None if the homes are too small.
 
         Storages with the largest mean ``shares`` (by gap and home) choose first, then storages with the most gaps per
         op at home.
@@ -215,7 +215,7 @@ class Problem:
         return min(info.gap.start for info in infos), max(info.gap.end for info in infos) + 1
 
     def is_at_first_home(self, storage: int) -> bool:
-        """Return whether a storage always has a slot at the first home: inputs and outputs do."""
+        """Return whether a storage is an input or output, which always has a slot at the first home."""
         return storage in self.graph.outputs or self.graph.storages[storage].arrives
 
     @cached_property
@@ -229,7 +229,7 @@ class Problem:
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """By gap: first op, end op, end op of its part at the start of the step (or 0), and bytes."""
+        """Arrays by gap: first op, end op, end of the part that wraps to the start of the step (or 0), bytes."""
         n = len(self.graph.ops)
         inside = [self.ops_inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)

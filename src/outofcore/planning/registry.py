@@ -83,7 +83,7 @@ def _unreadable_policy_error(text: str) -> InputError:
 
 
 def _parse_arguments(text: str, arguments: str) -> dict[str, Any]:
-    """Parse the text after the colon as keyword arguments, without running it; raise ``InputError`` if that fails."""
+    """Parse ``arguments`` as keyword arguments without running code; raise ``InputError`` if that fails."""
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -106,7 +106,7 @@ def _parse_arguments(text: str, arguments: str) -> dict[str, Any]:
 
 
 def _check_fields(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Check that ``kind`` has these fields (for ``SearchParams`` also the values); return the values."""
+    """Return ``values``; raise ``InputError`` if they are not valid fields of ``kind``."""
     names = [field.name for field in fields(kind)]
     for key in values:
         if key not in names:

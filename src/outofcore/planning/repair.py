@@ -52,7 +52,7 @@ class Attempts:
         self._lowest, self._stale = float("inf"), 0
 
     def place(self, plan: Plan) -> Planned | None:
-        """Place a plan; None if a home is too small, or if the budget is exceeded, which increases ``spared_bytes``."""
+        """Place a plan within the budget; None if a block ends above it or a home is too small."""
         graph, costs, n = self.graph, self.costs, len(self.graph.ops)
         self.is_repeat = self._last is not None and self._last[0] == plan
         if self._last is not None and self.is_repeat:
@@ -92,7 +92,7 @@ class Attempts:
 
 
 def _find_excesses(program: Program, budget: int, op_count: int) -> _Excesses:
-    """Return first op, end op, excess bytes and storage (-1: not mostly above) of each block above the budget."""
+    """List the blocks that end above the budget: first op, end op, bytes above it, and storage (or -1)."""
     op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
     upcoming = op_count
     for instruction in reversed(program.instructions):

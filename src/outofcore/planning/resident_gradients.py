@@ -30,7 +30,7 @@ def keep_all_gradients(graph: StepGraph, plan: Plan) -> Plan:
 
 
 def keep_fitting_gradients(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Planned:
-    """Keep as many gradients on the device after the step as fit without slowing it; return the plan."""
+    """Return the plan with as many gradients kept on the device as fit without a slowdown."""
     order = undecided_gradients(graph, planned.plan)
     best, max_worth = planned, comparison_seconds(costs, planned)
     fits, too_many, count = 0, len(order) + 1, len(order)

@@ -89,7 +89,7 @@ class _CandidateSearch:
         self.home_choice = self.problem.all_resident()
 
     def search_plans(self) -> None:
-        """Collect, tune and place candidates that offload and recompute; try to offload everything if that fails."""
+        """Create, tune and place candidates; if no candidate fits, try to offload everything."""
         choices = self.resident_choices
         for turn in range(max(self.params.relaxations, 1)):
             self._solve_relaxation(choices)
@@ -114,7 +114,7 @@ class _CandidateSearch:
             self._offload_everything()
 
     def _tune_further(self, seed: int) -> list[Candidate]:
-        """Return the best candidates of each slack after further tuning; [] if a candidate is good already."""
+        """Return the best candidates after further tuning; an empty list if that is unnecessary."""
         if not self.params.further or self._is_good(_GOOD):
             return []
         best = [
@@ -138,7 +138,7 @@ class _CandidateSearch:
         return any(candidate.value <= self.costs.compute_seconds * ratio for candidate in self.candidates)
 
     def _add_candidates(self, origin: str, choices: Choices) -> float:
-        """Tune these choices and add new candidates; return the best value, or infinity if the choices do not fit."""
+        """Add candidates tuned from these choices; return the best value, or infinity if no candidate fits."""
         candidates = self.candidate_tuner.create(origin, choices, self.home_choice)
         if not candidates:
             _log.debug("%s: does not fit", origin)
@@ -149,7 +149,7 @@ class _CandidateSearch:
         return min((candidate.value for candidate in candidates), default=inf)
 
     def _solve_relaxation(self, choices: Choices) -> None:
-        """Solve the linear program with the seconds of these choices' chains; set ``shares`` and ``home_choice``."""
+        """Solve the linear program with these choices' costs of recomputation; store its shares and homes."""
         self.shares = solve(self.problem, _chain_seconds(choices), _MARGIN, weight=copy_weight(self.costs))
         homes = None if self.shares is None else self.shares.round_to_choice(self.problem)
         self.home_choice = self.problem.all_resident() if homes is None else homes
@@ -188,7 +188,7 @@ class _CandidateSearch:
     # Placing
 
     def _tune_to_fit(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
-        """Tune a candidate to leave free the bytes that earlier placements lacked; return None if it cannot fit."""
+        """Tune a candidate to need fewer bytes where earlier placements failed; None if it cannot fit."""
         if not attempts.spared_bytes.any() and not attempts.forced_offloads:
             return candidate
         return self.candidate_tuner.tune(
@@ -217,7 +217,7 @@ class _CandidateSearch:
         )
 
     def _place_best(self, candidates: list[Candidate]) -> None:
-        """Place candidates, the best first. If one does not fit, tune it to leave more bytes free and try again."""
+        """Place candidates, the best first; a candidate that does not fit is tuned to need fewer bytes."""
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
             attempts = Attempts(self.graph, self.costs, self.budget)
             trial: Candidate | None = candidate
@@ -244,7 +244,7 @@ class _CandidateSearch:
                 return
 
     def _polish(self) -> None:
-        """Search near the best plans (``polish_plan``), and record the plan found if it is better."""
+        """Change the best plans at random (``polish_plan``), and record a better plan if one is found."""
         ranked = sorted(
             (planned for _, planned in self.planned), key=lambda planned: comparison_seconds(self.costs, planned)
         )
@@ -263,7 +263,7 @@ class _CandidateSearch:
             self._record("polished", better)
 
     def ranked_plans(self) -> list[Planned]:
-        """Polish the plans of a small step. Return all plans, the fastest first, with all outcomes in the first."""
+        """Return all plans found, the fastest first; plans of a small step are polished before."""
         if self.params.polish_ops and len(self.graph.ops) <= MAX_OPS:
             self._polish()
         ranked = sorted(

@@ -127,26 +127,35 @@ class Tuner:
         self._view = _View()
 
     def begin(
-        self, state: TunerState, slack: float, passes: int, spared: Ints | None = None, leaving: Set[int] = frozenset()
+        self,
+        state: TunerState,
+        slack: float,
+        passes: int,
+        spared: Ints | None = None,
+        forced_offloads: Set[int] = frozenset(),
     ) -> TunedState | None:
-        """Start from a state: schedule its copies, and repair it if it does not fit. Return None if that fails.
+        """Start from a state and schedule its copies, with repairs until the step fits; None if that fails.
 
         Args:
             slack: how much earlier than just in time a copy in may start, in multiples of its own seconds.
             passes: maximum number of scheduling passes.
             spared: shape (ops,), bytes to leave free at each op, if the op by itself allows it.
-            leaving: storages that may not be resident between two uses.
+            forced_offloads: storages that may not be resident between two uses.
         """
         count = len(self._problem.graph.ops)
         spared_bytes = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
         must_leave = array(
-            "q", [info.must_leave or (info.gap.storage in leaving and bool(info.homes)) for info in self._problem.gaps]
+            "q",
+            [
+                info.must_leave or (info.gap.storage in forced_offloads and bool(info.homes))
+                for info in self._problem.gaps
+            ],
         )
         lists = (_address(values) for values in (state.kind, state.fetch, state.home, spared_bytes, must_leave))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
     def tune(self, tries: int, recompute_share: float = 0.5, seed: int = 0) -> TunedState:
-        """Try random changes, a share of them to recomputation, and keep changes that do not slow the step."""
+        """Try random changes to the state, and keep changes that do not slow the step down."""
         self._library.outofcore_tuner_tune(self._handle, tries, recompute_share, seed)
         return self.read()
 

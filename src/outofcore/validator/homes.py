@@ -13,7 +13,7 @@ _HomeCopy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, stora
 
 
 def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
-    """Check homes and clean storages; return ``program.lodgings``: storages to their homes between steps."""
+    """Check the homes that a program names; return the home of each storage in ``program.lodgings``."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 
@@ -30,7 +30,8 @@ def check_homes(step: ValidatedStep, costs: Costs | None) -> dict[int, int]:
     for lodging in program.lodgings:
         if lodging.storage not in graph.persistent:
             raise ValidationError(
-                f"storage {lodging.storage} is kept at home {lodging.home} between steps, but is not persistent"
+                f"storage {lodging.storage} is kept at home {lodging.home} between steps, but is not "
+                "persistent; only persistent storages may be kept"
             )
         name = step.storage(lodging.storage)
         if not exists(lodging.home):
@@ -105,7 +106,7 @@ def check_capacity(step: ValidatedStep, order: ExecutionOrder, costs: Costs, lod
 
 
 def _last_reads(copies: Sequence[_HomeCopy]) -> dict[int, int]:
-    """Map each copy out to the last copy in that reads it; map it to itself if it is never read."""
+    """Map each copy out to the last copy in that reads its bytes, or to itself if there is no such copy."""
     ends: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):

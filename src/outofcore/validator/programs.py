@@ -66,12 +66,12 @@ def _is_held(block: Block, index: int) -> bool:
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Return 1 if a wrapping block has been born again in this step, which drops its former bytes; else 0."""
+    """Return 1 if a wrapping block has been born again in this step, and 0 before."""
     return int(block.wraps and not block.born == block.dies == 0 and index >= block.born)
 
 
 def _check_blocks(step: ValidatedStep) -> None:
-    """Check ids, sizes, offsets and lifetimes. Of a persistent storage or a constant, one block may wrap."""
+    """Check the ids, sizes, offsets and lifetimes of blocks."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
@@ -120,7 +120,7 @@ def _check_blocks(step: ValidatedStep) -> None:
 
 
 def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
-    """Check that instructions use blocks that are held, that runs match their ops, and that no workspace is copied."""
+    """Check that each instruction uses suitable blocks while they are live."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -143,7 +143,7 @@ def _check_instructions(step: ValidatedStep, costs: Costs | None) -> None:
 
 
 def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -> None:
-    """Check the queue of a run, the storages of its blocks, and that its workspace is large enough."""
+    """Check a run's queue, blocks and workspace."""
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
@@ -239,7 +239,7 @@ def _check_room(step: ValidatedStep, budget: int) -> None:
 
 
 def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block: Block, index: int | None) -> None:
-    """Add a block to ``live`` at instruction ``index`` (None: at the start); raise ``ValidationError`` on overlap."""
+    """Add a block to ``live``; raise ``ValidationError`` if it overlaps another live block."""
     if block.offset < 0 or block.bytes == 0:
         return
     begin, end = block.offset, block.offset + block.bytes
@@ -256,7 +256,7 @@ def _add_live_block(step: ValidatedStep, live: list[tuple[int, int, int]], block
 
 
 def _staying_blocks(step: ValidatedStep) -> dict[int, Block]:
-    """Check the gradients in ``program.staying``; return for each the one block that holds it when the step ends."""
+    """Check the gradients in ``program.staying``; return the block that holds each when the step ends."""
     graph, program = step.graph, step.program
     blocks: dict[int, Block] = {}
     for storage in program.staying:
@@ -364,7 +364,7 @@ class _Replay:
         return f"{self._name(location)} holds {content}"
 
     def _run(self, run: Run) -> None:
-        """Check the versions that a run reads, and record the versions that it writes (None: garbage)."""
+        """Check the versions that a run reads, and record the versions that it writes."""
         op = self.graph.ops[run.op]
         locations = {s: self._block_location(b) for s, b in zip(self.step.touched[run.op], run.blocks, strict=True)}
         garbage = op.discards if run.again else ()
@@ -376,26 +376,26 @@ class _Replay:
         if run.workspace is not None:
             self._write(self._block_location(run.workspace), None)
 
-    def _block_location(self, number: int) -> _Location:
-        """Return the location of a block now; on the first use, make it the holder of the block's bytes."""
-        location, block = self.stays[number], self.program.blocks[number]
+    def _block_location(self, block_id: int) -> _Location:
+        """Return the record of a block's present contents and users, created at the block's first use."""
+        location, block = self.stays[block_id], self.program.blocks[block_id]
         later = block.wraps and _stay_of(block, self.index) == 1
         if later:
-            location = self.later_stays.get(number)
+            location = self.later_stays.get(block_id)
         if location is None:
             location = _Location(block, 0 if block.wraps and not later else None)
             if later:
-                self.later_stays[number] = location
+                self.later_stays[block_id] = location
             else:
-                self.stays[number] = location
+                self.stays[block_id] = location
             if block.offset >= 0 and block.bytes > 0:
                 self._take_over_bytes(location, block.offset, block.offset + block.bytes)
-            elif later and (former := self.stays[number]) is not None and not self.alone:
+            elif later and (former := self.stays[block_id]) is not None and not self.alone:
                 self._check_ordered(former, location)  # without addresses, the former stay is not found by its bytes
         return location
 
     def _take_over_bytes(self, location: _Location, begin: int, end: int) -> None:
-        """Make a location the holder of bytes [begin, end); check that all users of former holders have ended."""
+        """Assign bytes [begin, end) to a location; check that all users of their former holders have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
@@ -426,7 +426,7 @@ class _Replay:
         raise ValidationError(f"{names} has ended, and both touch {bytes_of}; it must wait")
 
     def _read(self, location: _Location, version: int) -> None:
-        """Check that a location holds ``version`` and that its writer has ended; record this instruction as reader."""
+        """Record a read of a location; check that it holds ``version`` and that its writer has ended."""
         if location.version != version:
             name = self.step.instruction(self.index)
             raise ValidationError(f"{name} needs version {version}, but {self._describe_contents(location)}")
@@ -436,7 +436,7 @@ class _Replay:
         location.readers[self.queue] = self.index
 
     def _write(self, location: _Location, version: int | None) -> None:
-        """Check that all earlier accesses of a location have ended; record this instruction and ``version``."""
+        """Record a write to a location; check that all its earlier accesses have ended."""
         if not self.alone:
             self._check_ordered(location, location)
         if location.readers:
@@ -445,7 +445,7 @@ class _Replay:
         location.version = version
 
     def _check_end(self) -> None:
-        """Check that the results, and the state for the next step, have their last versions when the step ends."""
+        """Check that results and persistent state have their last versions when the step ends."""
         mutated = {storage for op in self.graph.ops for storage in op.mutates}
         due = (set(self.graph.outputs) - self.staying.keys()) | (self.graph.persistent - self.wrapping.keys())
         due |= {s.id for s in self.graph.storages if s.arrives and s.id in mutated}

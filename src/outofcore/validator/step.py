@@ -83,7 +83,8 @@ _COLLECTIVES = -1  # the number of the queue of collectives
 
 
 def _lane(item: Instruction | Wait) -> int:
-    """Return a number for the queue of an instruction or a wait; enums would take twice the time to hash."""
+    """Return the number of an instruction's or wait's queue."""
+    # Enums would take twice the time to hash.
     if isinstance(item, Run):
         return _COLLECTIVES if item.communicates else 0
     if isinstance(item, Wait):

@@ -58,12 +58,12 @@ class DTR(CheckedPolicy):
     name = "dtr"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return one function: it simulates eviction under ever lower limits until the plan fits its room."""
+        """Return a single variant: a function that plans by simulating greedy eviction."""
         contents = StepContents.of(graph, costs)
         whole = Choices(Problem.of(graph, costs, room_for_large(graph, costs, budget)), contents)
 
         def plan(room: int) -> Plan:
-            """Plan large blocks within ``room`` bytes; raise ``BudgetError`` if no simulation gives such a plan."""
+            """Return a plan in which large blocks take at most ``room`` bytes; raise ``BudgetError`` if that fails."""
             limit = room
             for _ in range(_LOWER):
                 evicted = evict_online(whole, limit)
@@ -153,7 +153,7 @@ class _GreedyEviction:
             self.dying.setdefault(op, []).append(content)
 
     def run(self) -> Snapshot | None:
-        """Simulate the step; return the recomputed gaps. If an op does not fit, set ``unrecomputable``; return None."""
+        """Simulate the step and return the gaps to recompute; None if an op does not fit."""
         state, contents = self.state, self.template.contents
         self.held = state.held.copy()  # without evicted gaps
         for op, seconds in enumerate(contents.seconds):
@@ -189,19 +189,19 @@ class _GreedyEviction:
         self.unrecomputable = due
 
     def _bytes_and_locked(self, op: int, chain: Chain | None) -> tuple[int, frozenset[int]]:
-        """Return the bytes of an op with the chain before it, and the contents that may not be evicted for it."""
+        """Return the bytes that an op with its recomputation needs, and the contents that must not be evicted."""
         op_bytes = int(self.state.alone[op])
         if chain is None:
             return op_bytes, frozenset()
         return max(op_bytes, self.template.contents.before[op] - chain.target_bytes + chain.bytes), chain.contents.seen
 
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
-        """Evict the cheapest gap of these contents by the heuristic; return False if they have no gap."""
+        """Evict the cheapest gap of the contents ``among``; return False if no such gap can be evicted."""
         allowed = self.resident & np.isin(self.content, list(among))
         return self._evict_cheapest(op, allowed)
 
     def _make_room(self, op: int, need: int, locked: frozenset[int]) -> bool:
-        """Evict contents, except ``locked``, until ``need`` bytes are free at an op; return False if that fails."""
+        """Evict storages until ``need`` bytes are free at an op; return whether that succeeded."""
         if self.held[op] + need <= self.limit:
             return True
         allowed = self.resident.copy()
@@ -215,7 +215,7 @@ class _GreedyEviction:
         return True
 
     def _evict_cheapest(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the allowed gap with the lowest finite score, and disallow it; return False if no gap has one."""
+        """Evict the gap that is cheapest for its bytes and age; return False if no gap can be evicted."""
         min_age = _MIN_AGE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
@@ -231,7 +231,7 @@ class _GreedyEviction:
         return True
 
     def _update_cost(self, op: int, g: int) -> None:
-        """Set the seconds that evicting gap ``g`` at an op would cost; infinity if it cannot be recomputed."""
+        """Update the seconds that it would cost to evict gap ``g`` at an op; infinity if that is impossible."""
         state = self.state
         self.stale[g] = False
         chain = state.chain(op, (g,))
@@ -250,7 +250,7 @@ class _GreedyEviction:
         self.cost[g] = chain.seconds + self.dependent_seconds[content]
 
     def _evict(self, op: int, g: int) -> None:
-        """Evict gap ``g`` at an op; add its maker's seconds to the costs of the contents that its chain needs."""
+        """Evict gap ``g`` at an op, and raise the cost of evicting the contents that its recomputation needs."""
         state, contents = self.state, self.template.contents
         content = state.content[g]
         state.kind[g], state.fetch[g] = RECOMPUTED, state.end[g]
@@ -267,7 +267,7 @@ class _GreedyEviction:
         self._mark_stale(content)
 
     def _forget_dependencies(self, g: int) -> None:
-        """Subtract the seconds that ``_evict`` added, since gap ``g`` is resident again."""
+        """Undo the cost increases made by evicting gap ``g``, since it is resident again."""
         contents = self.template.contents
         content = self.state.content[g]
         maker_seconds = contents.seconds[contents.maker[content]]
@@ -275,7 +275,7 @@ class _GreedyEviction:
             self.dependent_seconds[dependency] -= maker_seconds
 
     def _bring_back(self, op: int, chain: Chain) -> None:
-        """Mark evicted gaps as resident again if a chain has made their contents and a later op uses them."""
+        """Mark evicted gaps as resident again if a recomputation (chain) has made their contents."""
         state = self.state
         for content in sorted(chain.contents.made):
             self._mark_stale(content)

@@ -23,7 +23,7 @@ class Held:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Held:
-        """Return the calculator for a step; only large storages and workspaces count."""
+        """Build the calculator for a step."""
         n = len(graph.ops)
         change = np.zeros(n + 1, dtype=np.int64)
         for storage in graph.storages:
@@ -49,7 +49,7 @@ class Held:
 
 
 def _add(change: Ints, n: int, first: int, last: int, count: int) -> None:
-    """Add ``count`` bytes over ops [first, last) to the differences ``change``; ops from ``n`` on wrap to 0."""
+    """Add ``count`` bytes over ops [first, last), modulo ``n``, to the array of changes between ops."""
     for begin, end in ((first, min(last, n)), (max(first - n, 0), last - n)):
         if begin < end:
             change[begin] += count

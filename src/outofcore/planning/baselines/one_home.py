@@ -11,8 +11,8 @@ from outofcore.plan import Decision, Plan, Residency
 from outofcore.planning.policy import Asked
 
 
-def use_farthest_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Plan]) -> Asked:
-    """Adapt a planner for one home to several: inputs and outputs use the first home, other storages the last."""
+def use_farthest_home(graph: StepGraph, costs: Costs, planner: Callable[[Costs, int], Plan]) -> Asked:
+    """Turn a planner for one home into a planner that offloads to the last of several homes."""
     far_costs, last = replace(costs, homes=costs.homes[-1:]), len(costs.homes) - 1
 
     def at_home(decision: Decision) -> Decision:
@@ -21,7 +21,7 @@ def use_farthest_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int
         return decision if first or decision.residency is not Residency.OFFLOAD else replace(decision, home=last)
 
     def plan_for_homes(room: int) -> Plan:
-        planned = plan(far_costs, room)
+        planned = planner(far_costs, room)
         return planned if last < 1 else replace(planned, decisions=tuple(map(at_home, planned.decisions)))
 
     return plan_for_homes

@@ -65,7 +65,7 @@ class PoocH(CheckedPolicy):
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000) -> Plan:
-    """Plan a step (see ``PoocH``); raise ``BudgetError`` if even swapping every feature map does not make it fit."""
+    """Plan a step by the method of ``PoocH``; raise ``BudgetError`` if no plan fits."""
     trials = StepSimulator.of(graph, costs, budget)
     in_core = trials.run([MapClass.KEEP] * len(trials.maps))
     if in_core is not None:
@@ -90,7 +90,7 @@ class _Classifier:
     visited: int = field(default=0)  # nodes of the tree search
 
     def keep(self, classes: list[MapClass], tried: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Search a tree of maps to keep, except ``tried``; return the best seconds (inf: too large) and classes."""
+        """Search for the feature maps to keep on the device; return the step's seconds and the best classes."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
@@ -105,7 +105,7 @@ class _Classifier:
         return best
 
     def _keep_fitting(self, classes: list[MapClass], stalling: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Keep the latest ``stalling`` maps until one does not fit, then all that fit; return seconds and classes."""
+        """Keep as many swapped maps as fit, ``stalling`` ones first; return the step's seconds and the classes."""
         filled, room = list(classes), self.trials.room_with_kept_maps(classes)
         order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
@@ -119,7 +119,7 @@ class _Classifier:
         return (inf if trial is None else trial.seconds), filled
 
     def recompute(self, classes: list[MapClass]) -> SimulatedStep:
-        """Recompute groups of swapped maps while that adds fewer seconds than swapping; return the simulated step."""
+        """Recompute swapped maps where that is faster than swapping; return the simulated step."""
         trials, classes, now = self.trials, list(classes), self._run(classes)
         swapped = [m for m, map_class in enumerate(classes) if map_class is MapClass.SWAP and trials.can_recompute(m)]
         group_size = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
@@ -149,7 +149,7 @@ class _Classifier:
         return trial
 
     def _added_seconds_ratio(self, classes: list[MapClass], group: tuple[int, ...], step: SimulatedStep) -> float:
-        """Return seconds of recomputing a group per second of swapping it; inf if it cannot fit or swapping is free."""
+        """Return the seconds that recomputing a group of maps adds, divided by the seconds that swapping it adds."""
 
         def with_class(new_class: MapClass) -> list[MapClass]:
             return [new_class if m in group else map_class for m, map_class in enumerate(classes)]

@@ -48,7 +48,7 @@ class ProfileGuided(CheckedPolicy):
         return (keep_all,)
 
     def place(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
-        """Return the in-core plan with addresses by best fit; None if it exceeds the budget."""
+        """Return a plan without evictions, placed by best fit; None if it exceeds the budget."""
         keep_gradients = keep_all_gradients(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
         plans = dict.fromkeys((keep_gradients, keep_all(budget)))
         for plan in plans:
@@ -59,7 +59,7 @@ class ProfileGuided(CheckedPolicy):
 
 
 def _place_by_rule(program: Program) -> Program:
-    """Place blocks by best fit, small ones below the large ones; return the placed program."""
+    """Return the program with its blocks placed by best fit."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     offsets: dict[int, int] = {}

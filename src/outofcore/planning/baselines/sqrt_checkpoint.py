@@ -89,7 +89,7 @@ class _Checkpoints:
 
     @staticmethod
     def of(graph: StepGraph, waiting: tuple[Gap, ...], count: int) -> _Checkpoints:
-        """Cut the forward pass into ``count`` segments of about equal bytes, at ops that few bytes cross."""
+        """Cut the forward pass into up to ``count`` segments of about equal bytes."""
         turn = min((gap.end for gap in waiting), default=0)
         crossing = _crossing_bytes(graph, {gap.storage for gap in waiting}, turn)
         created = sorted(
@@ -107,7 +107,7 @@ class _Checkpoints:
         return _Checkpoints(graph, History.of(graph), waiting, turn, tuple(borders))
 
     def decisions(self) -> Iterator[Decision]:
-        """Yield a decision for each recomputed gap. A segment is recomputed as a whole, when its first gap ends."""
+        """Yield the decisions that recompute each segment as a whole."""
         graph, history = self.graph, self.history
         checkpoints: set[int] = set()
         for border in self.borders:
@@ -145,7 +145,7 @@ class _Checkpoints:
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch)
 
     def _is_held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:
-        """Return a function that checks whether a content is surely on the device or at home right before an op."""
+        """Return a function that checks whether a storage version is available right before an op."""
         graph, history = self.graph, self.history
         always_held = history.always_available(op)
 
@@ -159,7 +159,7 @@ class _Checkpoints:
 
 
 def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """Return the bytes held across the border before each op: without unchanged ``waiting`` storages, and with them."""
+    """Return the bytes held before each op of the forward pass: without ``waiting`` storages, and in total."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)

@@ -67,17 +67,17 @@ class SuperNeurons(CheckedPolicy):
 
 
 def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
-    """Plan a step (see ``SuperNeurons``); raise ``BudgetError`` if offloading all checkpoints is not enough."""
-    parts = _Segments.of(graph, costs)
-    max_count = len(parts.checkpoints) if costs.homes else 0
+    """Plan a step by the method of ``SuperNeurons``; raise ``BudgetError`` if no plan fits."""
+    segments = _Segments.of(graph, costs)
+    max_count = len(segments.checkpoints) if costs.homes else 0
     for ahead in (True, False):
 
         def fits(count: int, ahead: bool = ahead) -> bool:
-            return parts.occupancy.peak(parts.decisions(count, recompute, ahead)) <= budget
+            return segments.occupancy.peak(segments.decisions(count, recompute, ahead)) <= budget
 
         count = bisect_left(range(max_count + 1), True, key=fits)
         if count <= max_count:
-            return Plan("superneurons", budget, parts.decisions(count, recompute, ahead))
+            return Plan("superneurons", budget, segments.decisions(count, recompute, ahead))
     raise BudgetError(
         f"the step needs more than {budget} bytes even with every checkpoint offloaded; raise the budget, or choose "
         "another policy than superneurons"
@@ -97,7 +97,7 @@ class _Segments:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> _Segments:
-        """Choose the checkpoints, and group the other waiting gaps into segments between them."""
+        """Divide the gaps that wait for the backward pass into checkpoints and the segments between them."""
         waiting = waiting_gaps(graph)
         history = History.of(graph)
         branching = _checkpoint_storages(graph, costs, waiting)
@@ -117,8 +117,8 @@ class _Segments:
             Held.of(graph, costs),
         )
 
-    def decisions(self, count: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
-        """Offload ``count`` checkpoints, fetched one ahead if ``ahead``; recompute all segments if ``recompute``."""
+    def decisions(self, count: int, recompute: bool, fetch_ahead: bool) -> tuple[Decision, ...]:
+        """Return decisions that offload the first ``count`` checkpoints and optionally recompute the segments."""
         decisions: list[Decision] = []
         due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:count]}
         checkpoints_of: dict[int, list[Gap]] = {}  # by the op that makes them
@@ -135,7 +135,7 @@ class _Segments:
         times = sorted(set(due.values()))
         for gap, at in due.items():
             release, fetch = gap.start + 1, at
-            if ahead:  # the times of the paper; if not, room is taken as late and freed as early as possible
+            if fetch_ahead:  # the times of the paper; if not, room is taken as late and freed as early as possible
                 earlier = bisect_left(times, at)
                 fetch = max(times[earlier - 1] if earlier else at, release)
                 following = bisect_right(self.makers, gap.start)
@@ -148,7 +148,7 @@ class _Segments:
 
 
 def _checkpoint_storages(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
-    """Return the checkpoints: results of heavy ops or of ops with several large inputs, and inputs of several ops."""
+    """Return the results of expensive ops and the storages at branches, which become checkpoints."""
     turn = min((gap.end for gap in waiting), default=0)
     random_storages = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
     forward = [op for op in graph.ops[:turn] if any(_is_large_result(graph, s) for s in op.creates)]

@@ -83,7 +83,7 @@ class TFLMS(CheckedPolicy):
 
 
 def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = None) -> Plan:
-    """Plan a step (see ``TFLMS``); unset fields of ``options`` are tuned. Raise ``BudgetError`` if no mode fits."""
+    """Plan a step by the method of ``TFLMS``; raise ``BudgetError`` if no plan fits."""
     options = options or TFLMS()
     rewriting, n = Rewriting.of(graph, costs), len(graph.ops)
     if rewriting.occupancy.peak(()) <= budget:
@@ -111,7 +111,7 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = N
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest value that fits, if all values up to it fit; ``low`` fits."""
+    """Return by bisection the largest value from ``low`` to ``high`` that fits; ``low`` must fit."""
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda value: not fits(value))
 
 
@@ -127,7 +127,7 @@ class Rewriting:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Rewriting:
-        """Collect the gaps of large storages that the step creates, each with the op that last wrote the storage."""
+        """Collect the gaps of large storages that the step creates."""
         writes = History.of(graph).writes
         gaps = [
             (gap, writes[storage][bisect_left(writes[storage], gap.start + 1) - 1])
@@ -139,7 +139,7 @@ class Rewriting:
         return Rewriting(graph, costs, Held.of(graph, costs), tuple(gaps), times)
 
     def decisions(self, threshold: int, ahead: int, group: int, mode: Mode) -> tuple[Decision, ...]:
-        """Return decisions to offload the gaps that these options of ``TFLMS`` select, in order of storage."""
+        """Return decisions to offload the gaps that these options of ``TFLMS`` select."""
         swapped: dict[Gap, int] = {}
         for gap, written in self.gaps:
             is_far = gap.end - written > threshold and gap.end > gap.start + 1

@@ -50,12 +50,12 @@ class _Chain:
 
 @dataclass(frozen=True)
 class StepSimulator:
-    """Simulates a step with each feature map kept, swapped or recomputed; ``maps`` are the gaps of these maps."""
+    """Simulates a step in which each feature map is kept, swapped or recomputed."""
 
     graph: StepGraph
     costs: Costs
     limit: int
-    maps: tuple[Gap, ...]
+    maps: tuple[Gap, ...]  # the gap of each feature map
     sizes: tuple[int, ...]
     occupancy: Held
     history: History
@@ -109,7 +109,7 @@ class StepSimulator:
         return self.limit - self.occupancy.under(evictions)
 
     def reserve(self, room: Ints, m: int) -> bool:
-        """Subtract map ``m`` from ``room`` over its gap and return True; return False if it does not fit."""
+        """Subtract a map from the free bytes ``room`` over its gap; return False if it does not fit."""
         gap = self.maps[m]
         if int(room[gap.start + 1 : gap.end].min(initial=self.sizes[m])) < self.sizes[m]:
             return False
@@ -117,7 +117,7 @@ class StepSimulator:
         return True
 
     def run(self, classes: list[MapClass]) -> SimulatedStep | None:
-        """Simulate the step with a class for each map; return None if it does not fit."""
+        """Simulate a step with the given class (keep, swap or recompute) of each map; None if it does not fit."""
         chains = self._chains(classes)
         room = self.room_with_kept_maps(classes)
         extra = [0.0] * self.ops
@@ -144,7 +144,7 @@ class StepSimulator:
         return best
 
     def _chains(self, classes: list[MapClass]) -> dict[int, _Chain]:
-        """Map ops to the recomputation (chain) before them. A chain keeps every recomputed map that it makes."""
+        """Return the recomputations (chains), by the op before which each runs."""
         graph, history = self.graph, self.history
         recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is MapClass.RECOMPUTE}
         back: dict[int, int] = {}
@@ -159,7 +159,7 @@ class StepSimulator:
             always = history.always_available(op)
 
             def is_held(content: Content, op: int = op, always: Callable[[Content], bool] = always) -> bool:
-                """Return whether a content is surely on the device or at home right before ``op``."""
+                """Return whether a storage version is available right before ``op``."""
                 storage, version = content
                 if version != history.version_at(storage, op):
                     return False
@@ -189,7 +189,7 @@ class StepSimulator:
         return chains
 
     def _chain(self, op: int, maps: tuple[int, ...], runs: tuple[int, ...]) -> _Chain:
-        """Return the chain of ``runs`` that makes ``maps`` before an op, with its seconds and additional bytes."""
+        """Return the recomputation (chain) of these maps before an op, with its seconds and additional bytes."""
         graph = self.graph
         returned = {self.maps[m].storage for m in maps}
         alive = {s for s in returned if s in graph.ops[op].touched}
@@ -209,7 +209,7 @@ class StepSimulator:
         return placed_bytes(count) if is_large(count) else 0
 
     def _releases(self, swapped: list[int], room: Ints, times: tuple[float, ...]) -> dict[int, int]:
-        """Return for each map the op at which its bytes are freed: after its copy out, or earlier if room is short."""
+        """Return for each swapped map the op at which its bytes are freed."""
         releases: dict[int, int] = {}
         link_free = 0.0
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
@@ -225,7 +225,7 @@ class StepSimulator:
     def _fetches(
         self, swapped: list[int], room: Ints, times: tuple[float, ...], releases: dict[int, int], delayed: bool
     ) -> dict[int, int]:
-        """Return for each map the op at which its copy in starts: once it fits or, if ``delayed``, just in time."""
+        """Return for each swapped map the op at which its copy in starts: early, or late if ``delayed``."""
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):
@@ -244,7 +244,7 @@ class StepSimulator:
     def _timeline(
         self, swapped: list[int], times: tuple[float, ...], releases: dict[int, int], fetches: dict[int, int]
     ) -> tuple[float, frozenset[int], frozenset[int]]:
-        """Return the step's seconds, the maps that delayed it by copies out, and the maps that did by copies in."""
+        """Return the step's seconds, the maps whose copies out delayed it, and the maps whose copies in did."""
         events: list[tuple[int, int, int]] = []  # the op before which it happens, the kind, the map
         for m in swapped:
             gap = self.maps[m]

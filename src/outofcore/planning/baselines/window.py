@@ -81,7 +81,7 @@ class _UseOrder:
 
     @staticmethod
     def of(graph: StepGraph, steps: int) -> _UseOrder:
-        """Return the uses in a number of consecutive steps."""
+        """List the uses of large storages in a number of consecutive steps."""
         n = len(graph.ops)
         moves = [is_large(s.bytes) and s.kind is not StorageKind.CONSTANT for s in graph.storages]
         renewed = {
@@ -148,7 +148,7 @@ class _ReplayState:
 
 
 class _WindowReplay:
-    """Replays a step several times in a row; the decisions of the last repetition become the plan."""
+    """Replays a step several times; the decisions of the last repetition become the plan."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limit: int, reach: int, steps: int) -> None:
         self.graph, self.costs, self.limit, self.reach, self.steps = graph, costs, limit, reach, steps
@@ -175,7 +175,7 @@ class _WindowReplay:
         return tuple(map(self._final_decision, sorted(self.state.decided)))
 
     def _final_decision(self, gap: Gap) -> Decision:
-        """Return the decision about a gap; in a single step, its release is corrected to the wait for the copy out."""
+        """Return the decision about a gap, with the final release time if only one step is replayed."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
@@ -183,7 +183,7 @@ class _WindowReplay:
         return replace(decision, release_by=min(max(released, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
-        """Replay one op. If its results do not fit, cancel fetches, and return the op to replay from; else None."""
+        """Replay one op; if it does not fit, return the op from which to replay, else None."""
         state = self.state
         self._extend(now)
         op = self.graph.ops[now % len(self.graph.ops)]
@@ -200,7 +200,7 @@ class _WindowReplay:
         return None
 
     def _extend(self, now: int) -> None:
-        """Take uses into the window while they fit, and fetch them; raise ``BudgetError`` if op ``now`` cannot fit."""
+        """Fetch storages for op ``now`` and later ops while they fit; raise ``BudgetError`` if ``now`` cannot fit."""
         state, uses = self.state, self.order.uses
         while state.head < len(uses):
             when, s = uses[state.head]
@@ -266,7 +266,7 @@ class _WindowReplay:
         return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
 
     def _evict_unused(self, now: int) -> None:
-        """Record decisions about gaps that end at op ``now``; evict its storages without further uses in the window."""
+        """Record the offloads that end at op ``now``; evict its storages without further uses in the window."""
         state = self.state
         op = self.graph.ops[now % len(self.graph.ops)]
         for s in self.order.at[now]:
@@ -286,7 +286,7 @@ class _WindowReplay:
                 self._free(s, now + 1)
 
     def _record_offload(self, s: int, now: int) -> None:
-        """In the last step, record an offload of ``s`` (numbered as in ``order``) if fetched since its last use."""
+        """In the final step, record a decision to offload storage ``s`` until op ``now`` if it was evicted."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]
         base = (self.steps - 1) * n

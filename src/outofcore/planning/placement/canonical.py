@@ -41,9 +41,9 @@ _NOISE = 0.3
 
 
 def search(
-    rectangles: Rectangles, capacity: int, params: PlacementParams, watch: Deadline
+    rectangles: Rectangles, capacity: int, params: PlacementParams, deadline: Deadline
 ) -> tuple[CanonicalResult, Ints]:
-    """Search for a placement within a capacity; return the result and the offsets, valid only for FOUND."""
+    """Search for a placement within a capacity; return the result and the offsets (valid only if FOUND)."""
     offsets, effort = np.zeros(len(rectangles), np.int64), params.effort
     techniques = sum(
         bit
@@ -58,9 +58,9 @@ def search(
     for part in components(rectangles) if params.decomposition else [np.arange(len(rectangles))]:
         layout = rectangles.subset(part)
         for rank, nodes in _runs(layout, params.restarts):
-            if effort <= 0 or watch.has_passed:
+            if effort <= 0 or deadline.has_passed:
                 return CanonicalResult.STOPPED, offsets
-            answer, part_offsets, effort = canonical_run(layout, capacity, rank, techniques, nodes, effort, watch)
+            answer, part_offsets, effort = canonical_run(layout, capacity, rank, techniques, nodes, effort, deadline)
             if answer is CanonicalResult.NONE:
                 return answer, offsets
             if answer is CanonicalResult.FOUND:
@@ -79,7 +79,7 @@ def components(rectangles: Rectangles) -> list[Ints]:
 
 
 def _runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
-    """Yield search runs without end: an order of the rectangles, and the largest number of nodes to search."""
+    """Yield endlessly an order in which to place rectangles, and the maximum number of nodes to search."""
     width = rectangles.lifetimes.astype(np.float64)
     total = _peak_during(rectangles).astype(np.float64)
     run = 0
@@ -111,6 +111,6 @@ def _peak_during(rectangles: Rectangles) -> Ints:
 
 
 def _luby(index: int) -> int:
-    """Return an element of the sequence 1, 1, 2, 1, 1, 2, 4, ..., which starts at index 1."""
+    """Return the element at ``index`` (from 1) of the Luby sequence 1, 1, 2, 1, 1, 2, 4, ..."""
     power = index.bit_length()
     return 1 << (power - 1) if index == (1 << power) - 1 else _luby(index - (1 << (power - 1)) + 1)

@@ -49,19 +49,18 @@ class Deadline:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Load the native library once per process; raises ``StateError`` like ``load_functions``."""
     return load_functions(Path(__file__).with_name("placement.cpp"), _FUNCTIONS)
 
 
-def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], snug: float = 0.0) -> Ints:
-    """Return offsets by best fit over the skyline (see ``packing.best_fit``), on a circle of time.
+def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], shared_end_worth: float = 0.0) -> Ints:
+    """Return offsets by the best-fit rule (see ``packing.best_fit``).
 
-    Of the rectangles that fit, the one with the most ``worth`` is placed, counting ``snug`` more for each end of the
-    segment that it shares. A gap that is not at the ends of time counts as held.
+    The lowest place gets the fitting rectangle with the most ``worth``, plus ``shared_end_worth`` for each end that it
+    shares with the place. A gap counts as held, unless the rectangle is held at the first and the last moment.
     """
     offsets = np.zeros(len(rectangles), np.int64)
     worth = np.ascontiguousarray(worth, np.float64)
-    load_library().outofcore_best_fit(_layout(rectangles), worth.ctypes.data, snug, offsets.ctypes.data)
+    load_library().outofcore_best_fit(_layout(rectangles), worth.ctypes.data, shared_end_worth, offsets.ctypes.data)
     return offsets
 
 
@@ -73,23 +72,23 @@ def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
     return offsets
 
 
-def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Deadline) -> Ints:
+def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, deadline: Deadline) -> Ints:
     """Return a lower placement by ejection, or the same offsets without success; stop at height ``goal``."""
     offsets = offsets.copy()
-    load_library().outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
+    load_library().outofcore_eject(_layout(rectangles), goal, effort, deadline.callback, offsets.ctypes.data)
     return offsets
 
 
 def canonical_run(
-    rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Deadline
+    rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, deadline: Deadline
 ) -> tuple[CanonicalResult, Ints, int]:
-    """Run the canonical search once, over at most ``nodes`` nodes; return its result, offsets and the effort left."""
+    """Search over at most ``nodes`` nodes; return the result, the offsets and the effort left."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
     effort_left = _COUNT(effort)
     answer = load_library().outofcore_canonical(
-        _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(effort_left), watch.callback,
-        offsets.ctypes.data,
+        _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(effort_left),
+        deadline.callback, offsets.ctypes.data,
     )  # fmt: skip
     return CanonicalResult(answer), offsets, effort_left.value
 

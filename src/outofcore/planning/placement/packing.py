@@ -81,7 +81,7 @@ def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
 
 
 def _pack_with(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
-    """Place all rectangles; ``place`` is called only for rectangles that are neither empty nor always held."""
+    """Place rectangles by calling ``place``; empty and always held rectangles are placed without it."""
     _check(rectangles)
     offsets = [0] * len(rectangles)
     segments = [r.segments for r in rectangles]
@@ -125,37 +125,37 @@ def _check(rectangles: Sequence[Rectangle]) -> None:
         )
 
 
-def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
+def _place(rectangles: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
     """Return the offsets of the lowest placement found, and a lower bound of the height of any placement."""
-    watch = Deadline(params.seconds)
+    deadline = Deadline(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
     # If even the bound exceeds the capacity, the height matters little.
-    hopeless = capacity is not None and bound > capacity
+    is_hopeless = capacity is not None and bound > capacity
     best: Ints | None = None
     height = 0
-    for rule in _rules(layout, params):
+    for rule in _rules(rectangles, params):
         offsets = rule()
-        reached = layout.height(offsets)
-        if best is None or reached < height:
-            best, height = offsets, reached
-        if height <= goal or (hopeless and not params.effort) or watch.has_passed:
+        new_height = rectangles.height(offsets)
+        if best is None or new_height < height:
+            best, height = offsets, new_height
+        if height <= goal or (is_hopeless and not params.effort) or deadline.has_passed:
             return best, bound
     if best is None:
         raise InputError("no rectangles to place")
-    if hopeless or not params.effort:
+    if is_hopeless or not params.effort:
         return best, bound
-    if params.canonical and len(layout) <= canonical.MAX_RECTANGLES:
+    if params.canonical and len(rectangles) <= canonical.MAX_RECTANGLES:
         # Leave half of the time limit for ejection.
         half = Deadline(None if params.seconds is None else params.seconds / 2)
-        answer, offsets = canonical.search(layout, goal, params, half)
-        _log.debug("placing %d rectangles: canonical search within %d: %s", len(layout), goal, answer.name)
+        answer, offsets = canonical.search(rectangles, goal, params, half)
+        _log.debug("placing %d rectangles: canonical search within %d: %s", len(rectangles), goal, answer.name)
         if answer is CanonicalResult.FOUND:
             return offsets, bound
         if answer is CanonicalResult.NONE:
             bound = goal + 1
     if params.ejection and height > bound:
-        best = compiled.eject(layout, best, max(goal, bound), params.effort, watch)
-        _log.debug("placing %d rectangles: from %d by ejection to %d", len(layout), height, layout.height(best))
+        best = compiled.eject(rectangles, best, max(goal, bound), params.effort, deadline)
+        _log.debug("placing %d rectangles: from %d by ejection to %d", len(rectangles), height, rectangles.height(best))
     return best, bound
 
 

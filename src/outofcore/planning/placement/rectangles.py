@@ -39,7 +39,7 @@ class Rectangle:
     gap: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Raise ``InputError`` if its lifetime, size, alignment or gap is invalid."""
+        """Raise ``InputError`` if the lifetime, size, alignment or gap is invalid."""
         if max(abs(self.lower), abs(self.upper), self.size, self.alignment) >= FAR:
             raise InputError(f"rectangle {self.id} has a time, size or alignment of 2**60 or more; use smaller values")
         if self.lower > self.upper:
@@ -85,7 +85,7 @@ class Rectangles:
     def of(
         rectangles: Sequence[Rectangle], base: int, segments: Sequence[tuple[tuple[int, int], ...]] | None = None
     ) -> Rectangles:
-        """Convert rectangles with bytes and a lifetime to arrays. ``segments``: their segments, if computed before."""
+        """Convert rectangles with bytes and a lifetime to arrays."""
         parts = [r.segments for r in rectangles] if segments is None else segments
         bounds = np.array([(p[0], p[-1]) for p in parts], dtype=np.int64).reshape(-1, 2, 2)
         moments, places = np.unique(bounds, return_inverse=True)
@@ -147,7 +147,7 @@ class Peak:
 
 
 def peak(rectangles: Sequence[Rectangle]) -> Peak:
-    """Return the peak, a lower bound of the height of any arena; alignment is not counted."""
+    """Return the most bytes that are held at once, with the moment and the rectangles held then."""
     change: dict[int, int] = {}
     for rectangle in rectangles:
         for begin, end in rectangle.segments:

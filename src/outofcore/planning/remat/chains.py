@@ -50,7 +50,7 @@ class Chain:
 
     @property
     def contents(self) -> ChainContents:
-        """Its ops and contents, built lazily because most chains are only weighed."""
+        """The ops of the chain and the contents that they read and make."""
         if not isinstance(self._links, ChainContents):
             self._links = self._links()
         return self._links
@@ -112,7 +112,7 @@ class Choices:
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.recomputable if self.kind[g] == RECOMPUTED)
 
     def apply_snapshot(self, snapshot: Snapshot) -> bool:
-        """Give gaps a snapshot's residencies; all must be resident before. After False the choices are unusable."""
+        """Apply a snapshot's residencies to gaps, all resident before; return False if that is impossible."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
             self.problem.reserve(self.held, g, self.bytes[g])
@@ -123,7 +123,7 @@ class Choices:
         for at in sorted(targets):
             chain = self.chain(at, sorted(targets[at]))
             if chain is None:
-                return False
+                return False  # the choices must not be used any more
             self.chains[at] = chain
             self.seconds += chain.seconds
             # Bytes of the op and its chain, without gaps that are held over the op.
@@ -155,9 +155,10 @@ class Choices:
         return Chain(seconds, max_bytes, target_bytes, partial(_unpack_contents, lists, self.contents.size))
 
     def overload(self) -> Ints:
-        """Return the bytes above the limit at each op. An op and its chain alone must fit the problem's own limit."""
+        """Return the bytes above the limit at each op."""
         excess = self.held + self.need
         excess -= self.limit
+        # An op and its chain alone must fit the problem's own limit.
         if self.limit > self.problem.limit:
             np.maximum(excess, self.need - self.problem.limit, out=excess)
         return np.maximum(excess, 0, out=excess)
@@ -180,7 +181,7 @@ def recompute_decisions(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrival_decisions(choices: Choices) -> tuple[Decision, ...]:
-    """Return a decision for each input that does not fit at the start of the step: fetch it as early as it fits."""
+    """Return decisions to fetch inputs as early as they fit, if they do not fit from the start."""
     room = choices.limit - (choices.held + choices.need)
     decisions: list[Decision] = []
     for info in choices.problem.gaps:

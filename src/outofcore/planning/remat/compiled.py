@@ -100,7 +100,7 @@ class CompiledChains:
     def find_chain(
         self, at: int, targets: Sequence[int], max_seconds: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, ChainLists] | None:
-        """Find a chain that makes ``targets``; return seconds, most bytes, bytes left after it, and lists; or None."""
+        """Find a chain that recomputes ``targets``; return its seconds, bytes and lists, or None."""
         target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
             self._handle,
@@ -184,7 +184,7 @@ class CompiledSearch:
         self._best = _Best()
 
     def anneal(self, limit: int, changes: int, work: int, temperature: float, seed: int) -> BestState | None:
-        """Anneal from the present state, which changes; return the best state within the limit, or None.
+        """Search by simulated annealing; return the best state within the limit, or None if no state fits.
 
         At most ``changes`` are tried and ``work`` ops inspected. ``temperature`` is the initial one, in mean seconds of
         an op that may run again.
@@ -193,12 +193,12 @@ class CompiledSearch:
         return self._read_fitting()
 
     def drop(self, limit: int, need_limit: int, max_runs: int) -> BestState | None:
-        """Drop gaps greedily until the state fits (see ``remat.selection``); return None if it never does."""
+        """Recompute more gaps, chosen greedily, until the state fits; None if it never fits."""
         self._library.outofcore_drop(self._handle, limit, need_limit, max_runs, ctypes.byref(self._best))
         return self._read_fitting()
 
     def settle(self, limit: int, need_limit: int, max_runs: int) -> BestState:
-        """Fetch recomputed gaps earlier, or keep them, if that saves seconds and adds no overload; return the state."""
+        """Recompute gaps earlier, or keep them resident, where that is faster and fits; return the state."""
         self._library.outofcore_settle(self._handle, limit, need_limit, max_runs, ctypes.byref(self._best))
         return self._read()
 
@@ -218,7 +218,7 @@ class CompiledSearch:
 
 
 def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
-    """Concatenate lists into the array ``name``; return it, and an array of the indices at which each begins."""
+    """Concatenate lists; return the array ``name`` and the array of the indices at which the lists begin."""
     lists = list(lists)
     return {
         f"{name}_from": array("q", accumulate(map(len, lists), initial=0)),
@@ -228,5 +228,4 @@ def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Load the native library once per process; raises ``StateError`` like ``load_functions``."""
     return load_functions(Path(__file__).with_name("remat.cpp"), _FUNCTIONS)

@@ -36,7 +36,7 @@ class StepContents:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> StepContents:
-        """Return the contents of a step, numbered, with the contents that each op needs and makes."""
+        """List the storage versions (contents) of a step, and the contents that each op reads and writes."""
         history = History.of(graph)
         n = len(graph.ops)
         size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]

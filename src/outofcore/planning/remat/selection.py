@@ -34,7 +34,7 @@ class Selection:
         return None if best is None else choices_from_pairs(self.choices, best.pairs, limit)
 
     def recompute_gaps(self, gaps: Iterable[int]) -> Choices:
-        """Recompute ``gaps``, but earlier or not at all where that saves seconds and fits; return the choices."""
+        """Return choices that recompute ``gaps``, except where another choice is faster and fits."""
         limit = self.choices.problem.limit
         pairs = array("q")
         for g in gaps:
@@ -44,13 +44,13 @@ class Selection:
 
 
 def max_chain_runs(choices: Choices) -> int:
-    """Return the number of chain runs that a search may inspect."""
+    """Return the maximum number of recomputed ops that a search may inspect."""
     gaps = len(choices.recomputable)
     return min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
 
 def choices_from_pairs(base: Choices, pairs: array[int], limit: int) -> Choices:
-    """Return ``base`` with the gaps in ``pairs`` recomputed (see ``BestState.pairs``), under another limit."""
+    """Return a copy of ``base`` that recomputes each gap of ``pairs`` before the op paired with it."""
     choices = Choices(base.problem, base.contents, limit, like=base)
     snapshot = tuple((g, RECOMPUTED, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
     if not choices.apply_snapshot(snapshot):
