@@ -26,9 +26,9 @@ def is_large(count: int) -> bool:
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """Return the gaps of a storage in order, a gap across the end of the step last; () for a constant.
+    """Return the gaps between the uses of a storage in order; () for a constant.
 
-    There is no gap before an op that overwrites a large storage as a whole, except across the end of the step.
+    Only the last gap, across the end of the step, may end at an op that overwrites a large storage as a whole.
     """
     uses = graph.uses[storage]
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
@@ -66,7 +66,7 @@ def is_fetched(graph: StepGraph, gap: Gap) -> bool:
 
 
 def touched_bytes(graph: StepGraph, op: Op) -> int:
-    """Return the arena bytes of all large storages that an op touches, without constants."""
+    """Return the bytes that an op's large storages occupy in the arena, without constants."""
     storages = graph.storages
     return sum(
         placed_bytes(storages[s].bytes)
@@ -99,7 +99,7 @@ def peak_activation_op(graph: StepGraph) -> int:
 
 
 def _live_bytes_by_op(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
-    """Return for each op how many bytes of ``storages`` are live while it runs."""
+    """Return how many bytes of ``storages`` are live during each op."""
     n = len(graph.ops)
     change = [0] * (n + 1)
     for storage in storages:

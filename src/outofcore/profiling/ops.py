@@ -79,11 +79,11 @@ def profile_ops(
     cache: Cache | None = None,
     backend: Backend | None = None,
 ) -> tuple[OpProfile, ...]:
-    """Measure every op of a captured step, once per family, and leave the random generators unchanged.
+    """Measure the time and memory of every op of a captured step, once per family of equal ops.
 
-    ``advance`` is called with (families measured, families). With ``measure_time=False`` each family runs once, for its
-    allocator requests only. Raises ``CaptureError`` if an op does not run on scratch contents, or returns other tensors
-    than captured.
+    Random generators stay unchanged. ``advance`` is called with (families measured, families). With
+    ``measure_time=False`` each family runs once, for its allocator requests only. Raises ``CaptureError`` if an op does
+    not run on scratch contents, or returns other tensors than captured.
     """
     ops = range(len(captured.graph.ops))
     profiles = profile_selected(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
@@ -159,6 +159,7 @@ class _OpBench:
             self._arena = None
 
     def _open_arena(self, count: int) -> DeviceArena:
+        """Return an arena of at least ``count`` bytes; reuse the last one if it is large enough."""
         if self._arena is None or self._arena.bytes < count:
             self._release()
             try:
@@ -181,7 +182,7 @@ class _OpBench:
         return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
 
     def _measure(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
-        """Measure an op on the first scratch contents on which it runs; raise ``CaptureError`` if it fails on all."""
+        """Measure an op with the first scratch contents on which it runs; raises ``CaptureError`` if it never does."""
         failed: Exception | None = None
         try:
             for contents in contents_to_try(self._captured.device):
@@ -205,7 +206,7 @@ class _OpBench:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _lay_out(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Return a program that runs only this op, the end offset of its arguments, and the end of all its blocks."""
+        """Plan the memory of a program with a single op; return the program, and the ends of arguments and memory."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
@@ -235,7 +236,7 @@ class _OpBench:
     def _bind(
         self, op: Op, requests: Requests, contents: ScratchContents | None
     ) -> tuple[BoundRun, DeviceArena, list[list[tuple[int, int | None]]], int]:
-        """Bind an op to scratch memory; return it with its arena, planned requests and the arguments' end offset."""
+        """Bind an op's arguments to scratch memory; return the bound op and its memory."""
         program, arguments_end, end = self._lay_out(op, requests.workspace_bytes)
         arena = self._open_arena(end)
         bound = bind(self._captured, program, arena)
@@ -247,7 +248,7 @@ class _OpBench:
         return bound.runs[0], arena, requests_by_scope(self._captured, program, {op.id: requests}), arguments_end
 
     def _fill(self, storage: int, arena: DeviceArena, block: Block, contents: ScratchContents) -> None:
-        """Fill a storage's block with the storage's constant, if it has one, or else with scratch contents."""
+        """Fill a storage's memory with its constant value, or with scratch contents if it is no constant."""
         captured = self._captured
         count = captured.graph.storages[storage].bytes
         if not count:
@@ -260,7 +261,7 @@ class _OpBench:
         contents.fill_bytes(target, self._dtypes[storage])
 
     def _record(self, op: Op, func: Callable[..., object], contents: ScratchContents) -> Requests:
-        """Run an op on scratch contents, check its results, and return its requests to the allocator."""
+        """Run an op on scratch contents and check its results; return the memory that it requests."""
         captured = self._captured
         if self._backend.warms_up:
             # Libraries choose kernels at an op's first run, with memory that no later run needs.
@@ -287,7 +288,7 @@ class _OpBench:
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _check_results(self, op: Op, leaves: Sequence[object]) -> None:
-        """Raise ``CaptureError`` if an op's results differ from the captured ones; only log harmless differences."""
+        """Raise ``CaptureError`` if an op's results differ from the captured ones; log harmless differences."""
         for difference in find_differences(self._captured, op, leaves):
             if difference.is_harmless:
                 _log.info(
@@ -303,7 +304,7 @@ class _OpBench:
             )
 
     def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
-        """Return the typical seconds of an op, with its memory requests at their planned places."""
+        """Return the typical seconds of an op, with its allocations at planned places."""
         # The recording left the arguments in the arena, unless a larger one is needed.
         grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
