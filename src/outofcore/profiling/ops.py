@@ -366,7 +366,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
-    """Return the cache file of op profiles (kind "parts": exactness verdicts) for this machine and its settings."""
+    """Return the cache file of op profiles, or of another ``kind``, for this machine, device and settings."""
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -397,7 +397,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first_differs: bool, result_count: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile; None if it is missing, stale, or not as requested (times, first run)."""
+        """Return an op's cached profile; None if it is missing, outdated, or lacks a requested measurement."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None
@@ -423,7 +423,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Add a measurement and return it; if the machine was busy, with the time of the stale one if it is shorter."""
+        """Add a measured profile and return it; of two measurements on a busy machine, the shorter time counts."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -445,7 +445,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Cache the median of the observed costs in ``profiles`` per op family; ``only`` selects families by their ops."""
+    """Cache the median costs in ``profiles`` of each op family; ``only`` selects families by ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:

@@ -40,7 +40,7 @@ def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSpl
 def checks_of_gathered(
     captured: Captured, cell_map: CellMap, split_ops: Iterable[int]
 ) -> Iterator[tuple[Op, ExactnessCheck]]:
-    """Yield unsplit ops that read arguments gathered in a different layout, each with its exactness check."""
+    """Yield unsplit ops that read arguments gathered in another layout, each with its exactness check."""
     split_op_ids = set(split_ops)
     for op in captured.graph.ops:
         if op.id in split_op_ids or cell_map.cuts.keys().isdisjoint(op.touched):
@@ -63,7 +63,7 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
 def _gathered_strides(
     captured: Captured, cell_map: CellMap, op: int, split: OpSplit | None
 ) -> dict[ArgumentName, tuple[int, ...]]:
-    """Return the new strides of arguments that are gathered whole from cells, if this changes layout or alignment."""
+    """Map arguments that are gathered from cells to their new strides, if their memory layout changes."""
     gathered_strides: dict[ArgumentName, tuple[int, ...]] = {}
     for name, index in named_refs(captured.calls[op]):
         value = captured.values[index]
