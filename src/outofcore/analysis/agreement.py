@@ -93,7 +93,7 @@ class _SplitSearch:
         return accessed[WHOLE] + sum(along) - uncopied_bytes
 
     def _bytes_copied_by(self, ops: Iterable[int]) -> int:
-        """Return the bytes that ops copy by themselves, plus all copied bytes of the storages that they access."""
+        """Return the bytes that ops always copy, plus the copied bytes of all storages that they access."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
@@ -143,7 +143,7 @@ class _SplitSearch:
         return groups
 
     def change_group(self, group: Sequence[int]) -> bool:
-        """Split a whole group along each axis in turn, and keep changes that save bytes; return whether any does."""
+        """Split a group of ops along each axis in turn; return whether this ever saved copied bytes."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)

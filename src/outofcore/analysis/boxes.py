@@ -143,7 +143,7 @@ class Axes:
 
     @staticmethod
     def lines_of_dims(window: PlacedWindow, dims: Interval) -> Interval | None:
-        """Return the range of lines that a window's ``dims`` cover, or None if these lines are not consecutive."""
+        """Return the range of array dimensions that a window's ``dims`` cover; None if they are not consecutive."""
         runs = [run for run in window.runs[dims[0] : dims[1]] if run != (0, 0)]
         if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
@@ -205,13 +205,13 @@ def count_elements(box: Box) -> int:
 
 
 def clip_box(box: Box, bounds: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, bounds, strict=True))
     return None if any(high <= low for low, high in shared) else shared
 
 
 def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
-    """Yield the cells that intersect a box, in memory order. ``cuts`` lists the ascending ends of cells per axis."""
+    """Yield the cells (boxes between cuts) that overlap a box, in memory order; ``cuts`` has their ends by axis."""
     intervals: list[list[Interval]] = []
     for ends, (low, high) in zip(cuts, box, strict=True):
         first = max(bisect_left(ends, low + 1) - 1, 0)
@@ -220,7 +220,7 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
 
 
 def window_within(outer: Box, inner: Box) -> TensorWindow:
-    """Return the window of the box ``inner`` in contiguous memory that holds the box ``outer``."""
+    """Return the window of the box ``inner`` in memory that contains exactly the box ``outer``."""
     widths = [high - low for low, high in outer]
     strides = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
     offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, strides, strict=True))

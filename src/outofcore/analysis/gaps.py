@@ -21,7 +21,7 @@ def placed_bytes(count: int) -> int:
 
 
 def is_large(count: int) -> bool:
-    """Return whether a storage may be evicted, given its bytes or its placed bytes."""
+    """Return whether a storage of ``count`` bytes is large enough to be evicted."""
     return count > LARGE_BYTES - SMALL_ALIGNMENT
 
 
@@ -60,7 +60,7 @@ def full_overwrites_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
 
 
 def is_fetched(graph: StepGraph, gap: Gap) -> bool:
-    """Return whether the use at the end of a gap reads the bytes, so that they must be fetched."""
+    """Return whether the use at the end of a gap reads the storage, so that it must be fetched."""
     use = gap.end % len(graph.ops)
     return (use, gap.storage) not in graph.overwrites or not is_large(graph.storages[gap.storage].bytes)
 
@@ -76,7 +76,7 @@ def touched_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
-    """Return the arena bytes for large blocks that each op needs while it runs, scratch memory included."""
+    """Return the arena bytes for large blocks and scratch memory that each op needs while it runs."""
     return [
         touched_bytes(graph, op) + (placed_bytes(cost.workspace_bytes) if is_large(cost.workspace_bytes) else 0)
         for op, cost in zip(graph.ops, costs.ops, strict=True)
@@ -88,7 +88,7 @@ def constant_bytes(graph: StepGraph) -> int:
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """Return the most bytes that are live at once; without eviction the arena needs at least as much."""
+    """Return the most bytes that are live at once, which is what a step needs without evictions."""
     return max(_live_bytes_by_op(graph, graph.storages))
 
 

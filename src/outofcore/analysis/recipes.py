@@ -80,12 +80,12 @@ class History:
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that an op must read to run again, except contents that it discards."""
+        """Return the storage versions that an op must read to run again."""
         versions = self.before[op.id]
         return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 
     def makes(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that an op writes and does not discard."""
+        """Return the storage versions that an op writes and does not discard."""
         versions = self.before[op.id]
         return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 

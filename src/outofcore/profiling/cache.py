@@ -62,7 +62,7 @@ class Cache:
     folder: Path
 
     def shelf(self, kind: str, facts: Mapping[str, object]) -> Shelf:
-        """Return the file for measurements of a kind, such as "ops", that depend on these facts (JSON values)."""
+        """Return the file for one kind of measurements, such as "ops", that depend on the given facts."""
         facts_text = json.dumps(facts, sort_keys=True, default=str)
         digest = hashlib.sha256(f"{FORMAT}\0{facts_text}".encode()).hexdigest()
         return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(facts_text))
@@ -93,7 +93,7 @@ class Cache:
 
 @lru_cache(8)
 def _read(path: Path, *_: int) -> _CacheFile:
-    """Read a cache file, once per inode, time and size: reading takes longer than planning a small step."""
+    """Read a cache file; a cached function, because reading takes longer than planning a small step."""
     return decode_json(path, FORMAT, _CacheFile, whole=False)
 
 

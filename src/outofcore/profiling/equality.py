@@ -160,7 +160,7 @@ class _Verdicts:
 
 
 def _key(check: ExactnessCheck, ranges: Sequence[TrialRange]) -> str:
-    """Return the cache key of a check on these ranges; a trial on smaller ranges proves less."""
+    """Return the cache key of a check that runs on these ranges of its op."""
     tried = [(trial_range.low, trial_range.high, trial_range.parts) for trial_range in ranges]
     return hashlib.sha256(f"stretches, several draws: {check.key} {tried}".encode()).hexdigest()[:24]
 

@@ -219,7 +219,6 @@ def measure_link(
 
     Copies go between fresh memory and space past the end of the home's contents; the home grows by twice the buffer.
     The first Ctrl-C takes effect after the measurement, a second one after the current copies.
-
     ``buffer_bytes`` is the size of a copy, rounded up to whole pages, and ``seconds`` the approximate duration, of at
     least three copies. ``driver`` is the device (None: the memory of the process). ``compute`` is the concurrent work,
     by default ops bound by arithmetic and by memory in turn. Raises ``ArenaError`` or ``SpillError`` without space.

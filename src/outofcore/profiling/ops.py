@@ -159,7 +159,6 @@ class _OpBench:
             self._arena = None
 
     def _open_arena(self, count: int) -> DeviceArena:
-        """Return an arena of at least ``count`` bytes; reuse the last one if it is large enough."""
         if self._arena is None or self._arena.bytes < count:
             self._release()
             try:
@@ -349,7 +348,6 @@ def _measurement_error(op: Op, error: Exception | None) -> CaptureError:
 
 
 def _align(offset: int, count: int) -> int:
-    """Round an offset up to a whole page for a block of at least 64 KiB, else to a whole cache line."""
     return round_up(offset, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
@@ -382,7 +380,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
 
 
 def is_cacheable(op: Op) -> bool:
-    """Return whether an op's family means the same in every process."""
+    """Return whether the name of an op's family means the same in every process."""
     is_torchs = op.name.startswith(("aten.", "fused.")) or (op.name.startswith("optimizer.") and not op.random)
     return is_torchs and bool(op.family) and " at 0x" not in op.family
 

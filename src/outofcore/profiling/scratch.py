@@ -68,7 +68,7 @@ class ScratchContents:
 
 
 def set_runnable_integers(func: OpOverload, named: NamedArguments) -> None:
-    """Set the integer arguments of certain operators to values with which they can run, such as valid indices."""
+    """Set integer arguments of certain operators to values with which they can run, such as valid indices."""
     if func._schema.name in _INTEGER_SETTERS:
         _INTEGER_SETTERS[func._schema.name](named)
 
@@ -106,7 +106,7 @@ def _fill_bags(named: NamedArguments) -> None:
 
 
 def _balance_repeats(named: NamedArguments) -> None:
-    """Set repeat counts that are as equal as possible and add up to the output size."""
+    """Set repeat counts to nearly equal numbers that add up to the output size."""
     repeats, size = named["repeats"], named.get("output_size")
     if size is not None and repeats.numel():
         repeats.fill_(size // repeats.numel())

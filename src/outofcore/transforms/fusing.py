@@ -105,7 +105,7 @@ def fuse_ops(
 def capture_and_fuse(
     capture: Callable[..., Captured], kernels: Kernels | None, tell: ProgressCallback = ignore_progress
 ) -> Callable[..., Captured]:
-    """Return a capture function that also fuses ops; ``capture`` itself without ``kernels``."""
+    """Return a capture function that also fuses ops; without ``kernels``, return ``capture`` itself."""
     return capture if kernels is None else lambda **arguments: fuse_ops(capture(**arguments), kernels, tell)
 
 
@@ -223,7 +223,7 @@ class _Fusion:
         )
 
     def _storages_read_first(self, members: Sequence[Op]) -> Iterator[int]:
-        """Yield the storages from outside of the group that its ops read before they overwrite them."""
+        """Yield storages from outside of the group that its ops read before they overwrite them."""
         overwritten: set[int] = set()
         for op in members:
             yield from (s for s in op.reads if s not in self._created and s not in overwritten)
@@ -283,7 +283,7 @@ class _Fusion:
         return reused
 
     def _find_discarded(self, members: Sequence[Op]) -> set[int]:
-        """Return the storages that one op of the group discards and no other op of the group touches."""
+        """Return the storages that one op of the group discards and no other op of it touches."""
         discarded = {storage for op in members for storage in op.discards}
         return {s for s in discarded if sum(s in op.touched for op in members) == 1}
 

@@ -148,7 +148,7 @@ def _refuse_to_run(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compile_recipe(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a recipe or load it from Inductor's cache; raise ``CompilerMissingError`` without a compiler."""
+    """Compile a recipe or load it from Inductor's cache; raises ``CompilerMissingError`` without a compiler."""
     inputs = [(recipe.values[index], recipe.device) for index in recipe.inputs]
     layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in inputs]
     return compile_traced(_TracedRecipe(recipe), layouts, threads)
@@ -212,7 +212,7 @@ class _TracedRecipe:
                 self._set_contents(ref.value, written[name])
 
     def _set_contents(self, index: int, tensor: torch.Tensor) -> None:
-        """Set the contents of a value's storage; raise ``NotFusibleError`` for another shape or data type."""
+        """Set the contents of a value's storage; raises ``NotFusibleError`` if shape or data type differ."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
             raise NotFusibleError(f"traced {tensor.dtype} {tuple(tensor.shape)} instead of {value_text(value)}")

@@ -125,7 +125,7 @@ OWN_KINDS = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
 def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
-    """Return whether an op of the step creates a storage and only this step needs its contents."""
+    """Return whether the step creates a storage and needs its contents only within the step."""
     return graph.storages[storage].kind in OWN_KINDS and storage in graph.creator and storage not in graph.outputs
 
 
@@ -204,7 +204,7 @@ class OverwritingOverload:
         return self.run(*args, **self.complete_kwargs(args, kwargs))
 
     def complete_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return ``kwargs`` with the overwritten argument as the overload's out argument, if it has one."""
+        """Return ``kwargs``, with ``overwritten`` as the overload's out argument if it has one."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
@@ -401,18 +401,18 @@ def _join(updates: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
 
 
 def rewrite_for_speed(traced: Captured) -> Captured:
-    """Rewrite a trace for plentiful memory: joined updates and reused arguments."""
+    """Rewrite a step for plentiful memory: join optimizer updates and reuse arguments."""
     return reuse_arguments(join_updates(drop_shape_only_arguments(traced)))
 
 
 def rewrite_for_lowest_memory(traced: Captured) -> Captured:
-    """Rewrite a trace to need the least memory, by all passes except joining."""
+    """Rewrite a step to need the least memory, by all passes except joining optimizer updates."""
     captured = reuse_arguments(split_convolutions(recompute_casts(drop_shape_only_arguments(traced))))
     return reorder(captured, hoist_order(captured))
 
 
 def rewrite_for_low_memory(traced: Captured, room: int) -> Captured:
-    """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow it."""
+    """Rewrite a step for low memory, with optimizer updates joined as far as ``room`` bytes allow it."""
     captured = rewrite_for_lowest_memory(traced)
     max_bytes = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
     return join_updates(delay_updates(captured, max_bytes), max_bytes)

@@ -30,7 +30,6 @@ class ExactnessCheck:
 
 
 def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSplit) -> ExactnessCheck:
-    """Return the check that the parts of a split op compute the bits of the whole op."""
     strides = _gathered_strides(captured, cell_map, op, choice.split)
     layout = _layout_key(captured, op, strides)
     name = f"{captured.graph.ops[op].family} by {choice.split.name} at {list(choice.ends)}{layout}"
@@ -83,11 +82,11 @@ def _gathered_strides(
 
 
 def is_triable(op: Op, call: Call) -> bool:
-    """Return whether a trial can run an op: it is PyTorch's own, local, and draws no random numbers."""
+    """Return whether a trial can run an op: it is PyTorch's, local, and without random numbers."""
     is_plain = isinstance(call.func, OpOverload) and call.func.namespace == "aten" and call.rehearse is None
     return is_plain and not op.random and not op.communicates
 
 
 def _misalignment(value: Value) -> int:
-    """Return a value's byte offset from a cache line, which may change a library's order of additions."""
+    """Return how many bytes a value begins after a cache line, which may change the order of additions."""
     return value.offset * value.dtype.itemsize % SMALL_ALIGNMENT

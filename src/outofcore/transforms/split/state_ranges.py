@@ -24,7 +24,7 @@ from outofcore.units import PAGE_BYTES
 
 
 def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return optimizer state and too large parameters (with ``parts``: any) to fetch in ranges from ``home`` bytes."""
+    """Return the optimizer state and parameters to fetch in ranges from a home of ``home`` bytes."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:
@@ -56,7 +56,7 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
 
 
 def can_update_by_ranges(captured: Captured, op: int, home: int | None) -> bool:
-    """Return whether an op is an optimizer update that can run range by range; False if ``home`` is 0."""
+    """Return whether an op is an optimizer update that can run range by range; False without a home."""
     call = captured.calls[op]
     return (
         isinstance(call.func, OptimizerUpdate)
@@ -68,7 +68,7 @@ def can_update_by_ranges(captured: Captured, op: int, home: int | None) -> bool:
 
 
 def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
-    """Return the split of an update into ranges of elements, or [] if it must stay whole."""
+    """Return the split of an optimizer update into ranges of elements; [] if it must stay whole."""
     named = [(name, captured.values[index]) for name, index in named_refs(captured.calls[op])]
     whole = named[0][1]
     cut = Cut((0, len(whole.shape)))
@@ -91,7 +91,7 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return both outer ends, and inner ends that are page-aligned and far enough apart; a unit has ``size`` bytes."""
+    """Return ``ends`` without inner ends that are not page-aligned or too close; a unit has ``size`` bytes."""
     page_aligned = [0]
     for end in ends[1:-1]:
         is_far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES
