@@ -107,7 +107,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Improve the splits of ops and their neighbours until nothing changes; return the replaced splits by op."""
+        """Improve the splits of ops and their neighbours as long as splits change; return the replaced splits by op."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)

@@ -116,7 +116,7 @@ class Axes:
         return self._join_box(window.box)
 
     def _join_box(self, box: Box) -> Box | None:
-        """Convert a box with an interval per line to one with an interval per axis; None if there is none."""
+        """Convert a box with an interval per line to an interval per axis; None if an axis needs several intervals."""
         joined: list[Interval] = []
         for first, end in self._spans():
             start, length, is_rest_whole = 0, 1, False
@@ -170,7 +170,7 @@ class Axes:
     def strides(
         self, window: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a tensor slice of shape ``sizes`` in a copy of ``box``; None if there are none."""
+        """Return the strides of a tensor slice of shape ``sizes`` in a copy of ``box``; None if they are irregular."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(window.runs)

@@ -88,7 +88,7 @@ def constant_bytes(graph: StepGraph) -> int:
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """Return the most bytes that are live at once, which is what a step needs without evictions."""
+    """Return the most bytes that are live at once; without evictions, the step needs at least as many."""
     return max(_live_bytes_by_op(graph, graph.storages))
 
 

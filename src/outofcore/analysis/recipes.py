@@ -33,7 +33,7 @@ class History:
 
     @staticmethod
     def of(graph: StepGraph) -> History:
-        """Find the versions of storages that each op reads, and the ops that write them."""
+        """Record which versions of storages each op reads, and which ops write them."""
         writes: list[list[int]] = [[] for _ in graph.storages]
         before: list[dict[int, int]] = []
         for op in graph.ops:
@@ -58,7 +58,7 @@ class History:
         return deadlines
 
     def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
-        """Return the last op before which a content is available or recomputable under any plan; -1 for never."""
+        """Return the last op before which any plan has a storage version or can recompute it; -1 for never."""
         storage, _ = content
         recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:

@@ -144,7 +144,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def take_turn(self) -> Iterator[None]:
-        """Hold a lock so that other processes do not measure at once; do nothing without a writable folder."""
+        """Hold a lock so that other processes do not measure at once; without a writable folder, run unlocked."""
         with contextlib.ExitStack() as opened:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -360,7 +360,7 @@ def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: to
 
 
 def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Value]) -> bool:
-    """Return whether arguments have equal shapes and no border of parts or threads splits a CPU vector."""
+    """Return whether arguments have equal shapes and no boundary of parts or threads splits a CPU vector."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -496,7 +496,7 @@ class ExactnessTrial:
         adapt_constants: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
-        """Return the op's arguments by name; with ``adapt_constants``, sizes and the like fit the part ``low:high``."""
+        """Return the op's arguments by name; ``adapt_constants`` adapts constants such as sizes to a part."""
         call = call or self.check.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if (

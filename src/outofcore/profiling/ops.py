@@ -286,9 +286,9 @@ class _OpBench:
             }
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
-    def _check_results(self, op: Op, leaves: Sequence[object]) -> None:
+    def _check_results(self, op: Op, results: Sequence[object]) -> None:
         """Raise ``CaptureError`` if an op's results differ from the captured ones; log harmless differences."""
-        for difference in find_differences(self._captured, op, leaves):
+        for difference in find_differences(self._captured, op, results):
             if difference.is_harmless:
                 _log.info(
                     "the operator %s returns %s but was captured with %s", op.name, difference.real, difference.captured

@@ -215,7 +215,9 @@ class _TracedRecipe:
         """Set the contents of a value's storage; raises ``NotFusibleError`` if shape or data type differ."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            raise NotFusibleError(f"traced {tensor.dtype} {tuple(tensor.shape)} instead of {value_text(value)}")
+            raise NotFusibleError(
+                f"the kernel computes {tensor.dtype} {tuple(tensor.shape)}, but the step needs {value_text(value)}"
+            )
         self.contents[value.storage] = tensor, value
 
 
@@ -247,7 +249,7 @@ def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
 
 
 def functional_counterpart(func: OpOverload) -> OpOverload | None:
-    """Return the out-of-place overload of an in-place operator; None if there is none."""
+    """Return the out-of-place overload of an in-place operator; None if it does not exist."""
     name = func._schema.name.partition("::")[2]
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
     if packet is None:

@@ -204,7 +204,7 @@ class OverwritingOverload:
         return self.run(*args, **self.complete_kwargs(args, kwargs))
 
     def complete_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return ``kwargs``, with ``overwritten`` as the overload's out argument if it has one."""
+        """Return ``kwargs``, with the argument to overwrite as the out argument if the overload has one."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
@@ -359,7 +359,7 @@ def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
 
 
 def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
-    """Return an op's optimizer update; None if it has none or it must not be joined with others."""
+    """Return the optimizer update of an op; None for other ops and for updates that must stay alone."""
     update = call.func
     if not isinstance(update, OptimizerUpdate) or not is_torch_optimizer(update.optimizer) or op.random:
         return None

@@ -29,11 +29,11 @@ class ExactnessCheck:
     )
 
 
-def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSplit) -> ExactnessCheck:
-    strides = _gathered_strides(captured, cell_map, op, choice.split)
+def make_check(captured: Captured, cell_map: CellMap, op: int, chosen: ChosenSplit) -> ExactnessCheck:
+    strides = _gathered_strides(captured, cell_map, op, chosen.split)
     layout = _layout_key(captured, op, strides)
-    name = f"{captured.graph.ops[op].family} by {choice.split.name} at {list(choice.ends)}{layout}"
-    return ExactnessCheck(name, captured.calls[op], choice.split, choice.ends, gathered_strides=strides)
+    name = f"{captured.graph.ops[op].family} by {chosen.split.name} at {list(chosen.ends)}{layout}"
+    return ExactnessCheck(name, captured.calls[op], chosen.split, chosen.ends, gathered_strides=strides)
 
 
 def checks_of_gathered(

@@ -156,7 +156,7 @@ class SplitNeeds:
                 yield index, split.result_cuts.get(place)
 
     def cut_values(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut]]:
-        """Yield each value that a split cuts on a storage that may be divided, by index, with its cut."""
+        """Yield the index and the cut of each value that a split cuts, on storages that may be divided."""
         for index, cut in self.accesses(op, split):
             if cut is not None and self.values[index].storage in self.lines:
                 yield index, cut

@@ -141,7 +141,7 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists ranges of dimensions: each except the op's ``dim``, and all before it."""
+    """Return a function that lists ranges of dimensions to split along: all without the op's own ``dim``."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -157,7 +157,7 @@ def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
 
 
 def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists all dimensions of an argument, as ranges, but the last ``spatial`` ones."""
+    """Return a function that lists the dimensions of an argument, as ranges, without the last ``spatial`` ones."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -167,7 +167,7 @@ def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], li
 
 
 def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
-    """Return a function that sets the sizes in the argument ``name`` to the sizes of a part."""
+    """Return a function that maps a range of dimensions to an ``Adjust`` that sets a part's sizes in ``name``."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -187,7 +187,7 @@ def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tupl
 
 
 def _renumbering(run: tuple[int, int]) -> Adjust | None:
-    """Return a function that renumbers ``dim`` for merged dimensions; None if they are a single dimension."""
+    """Return the ``Adjust`` that renumbers ``dim`` for merged dimensions; None if they are a single dimension."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
@@ -262,7 +262,7 @@ def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str
 
 
 def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
-    """Return a rule that splits a matrix product by batch, rows or columns; ``added`` names an added argument."""
+    """Return a rule that splits a matrix product by batch, rows or columns; ``added`` names an argument to add."""
 
     def rule(view: CallView) -> list[OpSplit]:
         first, second, result, addend = (

@@ -206,7 +206,7 @@ class SplitSearch:
     def _align_with_neighbours(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], units: Mapping[int, int]
     ) -> dict[int, OpSplit]:
-        """Return the splits, with equal part sizes for ops that share an axis of a storage if possible."""
+        """Return the splits, with common multiples for cuts of ops that share an axis of a storage if possible."""
         group = {op: op for op in splits}
 
         def root(op: int) -> int:
@@ -310,9 +310,9 @@ class SplitSearch:
         self.cuts = {s: cuts for s, cuts in self.cuts.items() if any(len(ends) > 2 for ends in cuts)}
 
 
-def _has_box(axes: Axes, place: PlacedWindow, value: Value) -> bool:
-    box = axes.box_of(place)
-    return box is not None and axes.strides(place, value.shape, box) is not None
+def _has_box(axes: Axes, window: PlacedWindow, value: Value) -> bool:
+    box = axes.box_of(window)
+    return box is not None and axes.strides(window, value.shape, box) is not None
 
 
 def _is_pointwise(call: Call) -> bool:

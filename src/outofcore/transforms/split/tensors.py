@@ -55,7 +55,7 @@ def ref_at(call: Call, name: ArgumentName) -> Ref:
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps for a tensor of ``shape``, in the order of dimensions in ``stride``."""
+    """Return the strides of a tensor of ``shape`` without gaps; ``stride`` sets the order of its dimensions."""
     strides = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

@@ -110,7 +110,7 @@ class StepWriter:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add a part of the op ``like``, or a helper op without ``name``; raises ``LimitError`` for too many ops."""
+        """Add a part of the op ``like``, or a helper op if ``name`` is empty; raises ``LimitError`` above the limit."""
         creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
