@@ -28,7 +28,7 @@ class TensorWindow:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as a dense array; its dimensions, the lines, are outermost first and fit all tensors on it."""
+    """A storage as a dense array with dimensions (called lines), outermost first, that fit all tensors on it."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

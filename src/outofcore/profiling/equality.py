@@ -122,7 +122,7 @@ def find_mismatches(
 
 @dataclass
 class _Verdicts:
-    """Verdicts (True: no mismatch): ``cached`` and ``new`` by cache key, ``holds`` by the key of a check."""
+    """Collects verdicts of exactness checks: ``holds`` by check, ``cached`` and ``new`` by key in the cache."""
 
     values: Sequence[Value]
     device: torch.device
@@ -287,7 +287,7 @@ def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high
 def _argument_bytes(
     check: ExactnessCheck, values: Sequence[Value], low: int, high: int, names: Set[ArgumentName] | None = None
 ) -> int:
-    """Return the bytes of the arguments of the part ``low:high``; ``names`` selects some of the arguments."""
+    """Return the bytes of a part's arguments; ``names`` selects some of the arguments."""
     tensors = _argument_values(check.call, values)
     cuts = check.split.argument_cuts
     return sum(

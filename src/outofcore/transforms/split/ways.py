@@ -94,7 +94,7 @@ class ChosenSplit:
 
 @dataclass(frozen=True)
 class CallView:
-    """A call as a split rule sees it: arguments by name, and values instead of tensors."""
+    """A call as a split rule sees it: arguments by name, with ``Value`` descriptions instead of tensors."""
 
     func: OpOverload
     call: Call
