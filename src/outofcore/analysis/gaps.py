@@ -43,7 +43,7 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
 
 
 def final_gap(graph: StepGraph, storage: int) -> Gap | None:
-    """Return the gap from the last use of a storage to the step's end; None unless it is an output or changed input."""
+    """Return the gap from a storage's last use to the step's end; None unless it is an output or changed input."""
     uses = graph.uses[storage]
     if not uses or storage not in graph.seen_after:
         return None

@@ -190,7 +190,7 @@ def _covers_storage(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """A group of ops to fuse, the recipe of their kernel, and the op that replaces them (``family`` is set later)."""
+    """A group of ops to fuse, the recipe of their kernel, and the op that replaces them."""
 
     def __init__(self, captured: Captured, ops: Sequence[int], min_bytes: int) -> None:
         self._captured = captured

@@ -155,7 +155,7 @@ def compile_recipe(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]
 
 
 class _TracedRecipe:
-    """A recipe as a function for Inductor to trace; it computes out of place and copies to its inputs at the end."""
+    """A recipe as a function for Inductor to trace; it copies new contents to its inputs only at the end."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

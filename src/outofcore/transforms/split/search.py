@@ -34,7 +34,7 @@ _NEGLIGIBLE = 32
 
 
 class SplitSearch:
-    """Chooses splits of all ops that need more than ``max_bytes``; with ``parts``, of every op that can be split."""
+    """Chooses splits of all ops that need more than ``max_bytes``; with ``parts``, of all that can be split."""
 
     def __init__(self, needs: SplitNeeds, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
