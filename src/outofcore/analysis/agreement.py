@@ -29,13 +29,13 @@ class SplitUses:
 def choose_splits(
     uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
-    """Choose a split for each op so that few bytes are copied; return by op the index of its split in ``uses``.
+    """Choose one of the possible splits of each op so that few bytes are copied; return its index by op.
 
     Args:
-        uses: by op, the accesses of each of its splits; of equally good splits the first is chosen.
+        uses: by op, the possible splits and the storages that each accesses; earlier splits are preferred.
         unsplit_bytes: by storage, the bytes that unsplit ops access.
-        flexible: ops that can be split along most axes; groups of such neighbours are also changed as a whole.
-        single: storages that get cells along one axis only; others get cells along every axis in use.
+        flexible: ops that can be split along most axes; neighbours among them are also changed together.
+        single: storages that are divided along one axis only; others are divided along every axis in use.
     """
     search = _SplitSearch(uses, unsplit_bytes, single)
     groups = [*search.group_neighbours(flexible), *search.group_neighbours(uses.keys())]
@@ -84,7 +84,7 @@ class _SplitSearch:
             accessed[axis] = accessed.get(axis, 0) + sign * accessed_bytes
 
     def _copied_bytes(self, storage: int) -> int:
-        """Return the bytes of a storage that are copied because ops split it along different axes or not at all."""
+        """Return how many bytes of a storage the ops copy under the chosen splits."""
         accessed = self._accessed[storage]
         along = [count for axis, count in accessed.items() if axis != WHOLE and count]
         if not along:
@@ -93,12 +93,12 @@ class _SplitSearch:
         return accessed[WHOLE] + sum(along) - uncopied_bytes
 
     def _bytes_copied_by(self, ops: Iterable[int]) -> int:
-        """Return the bytes that ops copy by themselves, plus all copied bytes of the storages that they access."""
+        """Return the bytes that ops always copy, plus the copied bytes of all storages that they access."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
     def _best_split(self, op: int) -> int:
-        """Unassign the split of ``op``, and return the index of its split that copies the fewest bytes."""
+        """Return the index of the split of an op that copies the fewest bytes; leave the op without a split."""
         costs: list[int] = []
         for split_index in range(len(self._uses[op])):
             self._assign(op, split_index)
@@ -107,7 +107,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Give ops and neighbours of changed ops their best splits; return the former splits of changed ops."""
+        """Improve the splits of ops and their neighbours as long as splits change; return the replaced splits by op."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -129,7 +129,7 @@ class _SplitSearch:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def group_neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """Return ``ops`` in groups that are connected by common storages, also through other ops of the group."""
+        """Divide ops into groups; ops of a group are connected through storages that they share."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
@@ -143,13 +143,13 @@ class _SplitSearch:
         return groups
 
     def change_group(self, group: Sequence[int]) -> bool:
-        """Split a whole group along each axis in turn, and keep changes that save bytes; return whether any does."""
+        """Split a group of ops along each axis in turn; return whether this ever saved copied bytes."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._change_group_to(axis, group)]
         return bool(changed)
 
     def _change_group_to(self, axis: int, group: Sequence[int]) -> bool:
-        """Split a group along an axis and adapt its neighbours; if this saves no bytes, undo it and return False."""
+        """Split the ops of a group along an axis if this saves copied bytes; return whether it did."""
         changed: dict[int, int] = {}
         for op in group:
             splits_along_axis = [

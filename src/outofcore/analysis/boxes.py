@@ -28,14 +28,14 @@ class TensorWindow:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as a dense array; its dimensions, the lines, are outermost first and fit all tensors on it."""
+    """A storage as a dense array with dimensions (called lines), outermost first, that fit all tensors on it."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
-    """Return a dense array of ``elements`` elements that has all strides of the windows; None if impossible.
+    """Return an array layout with a dimension for each stride of the windows; None if there is no such layout.
 
     >>> lines_of(24, [TensorWindow((4, 6), (6, 1)), TensorWindow((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
@@ -61,7 +61,7 @@ class PlacedWindow:
 
 
 def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
-    """Return a window as a box in the array ``lines``, or None if it is not a box there."""
+    """Return a window as a box (one interval per dimension) of the array ``lines``; None if it is not a box."""
     starts: list[int] = []
     remainder = window.offset
     for stride in lines.strides:
@@ -96,7 +96,7 @@ def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes along which a storage is cut: ranges of lines (dimensions of its array) that begin at ``starts``."""
+    """The axes along which a storage is split; each merges array dimensions (lines) between two ``starts``."""
 
     lines: Lines
     starts: tuple[int, ...]
@@ -111,12 +111,12 @@ class Axes:
     def whole_box(self) -> Box:
         return tuple((0, size) for size in self.sizes)
 
-    def box_of(self, place: PlacedWindow) -> Box | None:
-        """Return the box of a window; None if it is not one interval on each axis."""
-        return self._join_box(place.box)
+    def box_of(self, window: PlacedWindow) -> Box | None:
+        """Return a window as an interval on each axis; None if it needs several intervals on an axis."""
+        return self._join_box(window.box)
 
     def _join_box(self, box: Box) -> Box | None:
-        """Convert a box from an interval per line to an interval per axis; None if an axis needs several intervals."""
+        """Convert a box with an interval per line to an interval per axis; None if an axis needs several intervals."""
         joined: list[Interval] = []
         for first, end in self._spans():
             start, length, is_rest_whole = 0, 1, False
@@ -130,9 +130,9 @@ class Axes:
             joined.append((start, start + length))
         return tuple(joined)
 
-    def cut_divisor(self, place: PlacedWindow, dims: Interval) -> int | None:
-        """Return the divisor of allowed cuts along a window's merged ``dims``; None if no axis begins at ``dims``."""
-        run = self.lines_of_dims(place, dims)
+    def cut_divisor(self, window: PlacedWindow, dims: Interval) -> int | None:
+        """Return the unit of cut positions along a window's merged ``dims``; None if it cannot be cut along them."""
+        run = self.lines_of_dims(window, dims)
         if run is None:
             return None
         first, end = run
@@ -142,16 +142,16 @@ class Axes:
         return prod(self.lines.sizes[spans[first] : end])
 
     @staticmethod
-    def lines_of_dims(place: PlacedWindow, dims: Interval) -> Interval | None:
-        """Return the range of lines that a window's ``dims`` cover, or None if these lines are not consecutive."""
-        runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
+    def lines_of_dims(window: PlacedWindow, dims: Interval) -> Interval | None:
+        """Return the range of array dimensions that a window's ``dims`` cover; None if they are not consecutive."""
+        runs = [run for run in window.runs[dims[0] : dims[1]] if run != (0, 0)]
         if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
-    def box_of_part(self, place: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box of the part ``low:high`` along a window's merged ``dims``, or None if it is not a box."""
-        run, box = self.lines_of_dims(place, dims), self.box_of(place)
+    def box_of_part(self, window: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
+        """Return the box of the slice ``low:high`` along a window's merged ``dims``; None if it is not a box."""
+        run, box = self.lines_of_dims(window, dims), self.box_of(window)
         if run is None or box is None:
             return None
         first, end = run
@@ -168,14 +168,14 @@ class Axes:
         return (*box[:axis], (begin, begin + (high - low) // outer * inner), *box[axis + 1 :])
 
     def strides(
-        self, place: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
+        self, window: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part (shape ``sizes``, ``dims`` merged) in a copy of ``box``; None if irregular."""
+        """Return the strides of a tensor slice of shape ``sizes`` in a copy of ``box``; None if they are irregular."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
-        runs = list(place.runs)
+        runs = list(window.runs)
         if dims is not None:
-            runs[dims[0] : dims[1]] = [self.lines_of_dims(place, dims) or (0, 0)]
+            runs[dims[0] : dims[1]] = [self.lines_of_dims(window, dims) or (0, 0)]
         strides: list[int] = []
         for run, size in zip(runs, sizes, strict=True):
             if size == 1 or run == (0, 0):
@@ -205,13 +205,13 @@ def count_elements(box: Box) -> int:
 
 
 def clip_box(box: Box, bounds: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, bounds, strict=True))
     return None if any(high <= low for low, high in shared) else shared
 
 
 def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
-    """Yield the cells that intersect a box, in memory order. ``cuts`` lists the ascending ends of cells per axis."""
+    """Yield the cells (boxes between cuts) that overlap a box, in memory order; ``cuts`` has their ends by axis."""
     intervals: list[list[Interval]] = []
     for ends, (low, high) in zip(cuts, box, strict=True):
         first = max(bisect_left(ends, low + 1) - 1, 0)
@@ -220,7 +220,7 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
 
 
 def window_within(outer: Box, inner: Box) -> TensorWindow:
-    """Return the window of the box ``inner`` in contiguous memory that holds the box ``outer``."""
+    """Return the window of the box ``inner`` in memory that contains exactly the box ``outer``."""
     widths = [high - low for low, high in outer]
     strides = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
     offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, strides, strict=True))

@@ -54,7 +54,7 @@ class Chunks:
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements that a tensor spans in memory."""
+    """Return how many elements lie between a tensor's first and last element in memory, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

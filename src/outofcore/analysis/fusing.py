@@ -41,11 +41,11 @@ def ops_to_fuse(
     max_ops: int = MAX_OPS,
     reach: int = REACH,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
+    """Return the groups of op ids to fuse, in the order of their last ops.
 
-    ``fusible`` ops have no random numbers, collectives or side effects; ``scratch`` has known scratch bytes by op.
-    An op joins a group that wrote a storage of ``min_bytes`` or more for it, if the group's last op is at most
-    ``reach`` ops back. ``alone`` ops may be groups of one op if they touch a storage of ``min_bytes`` or more.
+    A group runs at the place of its last op. ``fusible`` ops have no random numbers, collectives or side effects.
+    ``scratch`` has known scratch bytes by op. An op joins a group that wrote a storage of at least ``min_bytes`` for it
+    and ends at most ``reach`` ops earlier. ``alone`` ops form groups of one op if they touch such a storage.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
@@ -102,21 +102,21 @@ class _FusionSearch:
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """Merge the groups that ``op`` should join; return the merged group without ``op``, or None for no group."""
+        """Merge the groups that an op should join; return them without the op, or None if it should join no group."""
         if op.id not in self.fusible:
             return None
         candidates = list(
             {id(group): group for group in groups if group.open and op.id - group.ops[-1] <= self.reach}.values()
         )
         gains = [(self._gain(op, group), group) for group in candidates]
-        joined: _Group | None = None
+        merged: _Group | None = None
         # The sort is stable: of equal gains, the first group comes first.
         for gain, group in sorted(gains, key=lambda pair: -pair[0]):
-            ops = sorted([*(joined.ops if joined else ()), *group.ops])
+            ops = sorted([*(merged.ops if merged else ()), *group.ops])
             if not gain or len(ops) >= self.max_ops or self._needed_bytes([*ops, op.id]) > self.room:
                 continue
-            joined = _Group(ops, group.written if joined is None else group.written | joined.written)
-        return joined
+            merged = _Group(ops, group.written if merged is None else group.written | merged.written)
+        return merged
 
     def _gain(self, op: Op, group: _Group) -> int:
         """Return the bytes that an op need not read if it joins a group; 0 if it must not join."""
@@ -127,7 +127,7 @@ class _FusionSearch:
         return sum(storages[s].bytes for s in shared)
 
     def _is_held(self, storage: int, op: Op) -> bool:
-        """Return whether a large storage's contents at ``op`` are live until after the memory peak."""
+        """Return whether a large storage must keep its contents from ``op`` until after the memory peak."""
         graph = self.graph
         if op.id > self.peak or graph.storages[storage].bytes < self.min_bytes or storage in op.mutates:
             return False
@@ -138,7 +138,7 @@ class _FusionSearch:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _needed_bytes(self, ops: list[int]) -> int:
-        """Return the bytes of large storages that enter or leave fused ops; results reuse memory of dying arguments."""
+        """Return the bytes of large storages that a group of ops needs at once when it is fused."""
         graph, members = self.graph, set(ops)
         created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()
@@ -158,7 +158,7 @@ class _FusionSearch:
 
 
 def _peak_op(graph: StepGraph) -> int:
-    """Return the first op during which the most bytes of storages that the step creates are live."""
+    """Return the op during which the storages created by the step need the most memory."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:
         uses = graph.uses[storage]

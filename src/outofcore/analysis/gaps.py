@@ -21,14 +21,14 @@ def placed_bytes(count: int) -> int:
 
 
 def is_large(count: int) -> bool:
-    """Return whether a storage may be evicted, given its bytes or its placed bytes."""
+    """Return whether a storage of ``count`` bytes is large enough to be evicted."""
     return count > LARGE_BYTES - SMALL_ALIGNMENT
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """Return the gaps of a storage in order, a gap across the end of the step last; () for a constant.
+    """Return the gaps between the uses of a storage in order; () for a constant.
 
-    There is no gap before an op that overwrites a large storage as a whole, except across the end of the step.
+    Only the last gap, across the end of the step, may end at an op that overwrites a large storage as a whole.
     """
     uses = graph.uses[storage]
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
@@ -43,7 +43,7 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
 
 
 def final_gap(graph: StepGraph, storage: int) -> Gap | None:
-    """Return the gap from the last use of a storage to the step's end; None unless it is an output or changed input."""
+    """Return the gap from a storage's last use to the step's end; None unless it is an output or changed input."""
     uses = graph.uses[storage]
     if not uses or storage not in graph.seen_after:
         return None
@@ -60,13 +60,13 @@ def full_overwrites_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
 
 
 def is_fetched(graph: StepGraph, gap: Gap) -> bool:
-    """Return whether the use at the end of a gap reads the bytes, so that they must be fetched."""
+    """Return whether the use at the end of a gap reads the storage, so that it must be fetched."""
     use = gap.end % len(graph.ops)
     return (use, gap.storage) not in graph.overwrites or not is_large(graph.storages[gap.storage].bytes)
 
 
 def touched_bytes(graph: StepGraph, op: Op) -> int:
-    """Return the arena bytes of all large storages that an op touches, without constants."""
+    """Return the bytes that an op's large storages occupy in the arena, without constants."""
     storages = graph.storages
     return sum(
         placed_bytes(storages[s].bytes)
@@ -76,7 +76,7 @@ def touched_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
-    """Return the arena bytes for large blocks that each op needs while it runs, scratch memory included."""
+    """Return the arena bytes for large blocks and scratch memory that each op needs while it runs."""
     return [
         touched_bytes(graph, op) + (placed_bytes(cost.workspace_bytes) if is_large(cost.workspace_bytes) else 0)
         for op, cost in zip(graph.ops, costs.ops, strict=True)
@@ -88,7 +88,7 @@ def constant_bytes(graph: StepGraph) -> int:
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """Return the most bytes that are live at once; without eviction the arena needs at least as much."""
+    """Return the most bytes that are live at once; without evictions, the step needs at least as many."""
     return max(_live_bytes_by_op(graph, graph.storages))
 
 
@@ -99,7 +99,7 @@ def peak_activation_op(graph: StepGraph) -> int:
 
 
 def _live_bytes_by_op(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
-    """Return for each op how many bytes of ``storages`` are live while it runs."""
+    """Return how many bytes of ``storages`` are live during each op."""
     n = len(graph.ops)
     change = [0] * (n + 1)
     for storage in storages:

@@ -8,7 +8,7 @@ from outofcore.graph import StepGraph
 
 
 def hoisted_order(graph: StepGraph, movable: Collection[int], failing: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the op ids in an order that moves each movable op right behind the last op that it depends on.
+    """Return the op ids in an order in which movable ops run right after the ops that they depend on.
 
     An op that mutates persistent state stays behind collectives and ``failing`` ops, so that the step can be undone if
     they fail. Movable ops must not draw random numbers, since the order of draws affects the result.

@@ -33,7 +33,7 @@ class History:
 
     @staticmethod
     def of(graph: StepGraph) -> History:
-        """Find the versions of storages that each op reads, and the ops that write them."""
+        """Record which versions of storages each op reads, and which ops write them."""
         writes: list[list[int]] = [[] for _ in graph.storages]
         before: list[dict[int, int]] = []
         for op in graph.ops:
@@ -44,7 +44,7 @@ class History:
 
     @cached_property
     def recompute_deadlines(self) -> dict[Content, int]:
-        """Map written contents to the last op before which every plan can recompute them; -1 for never."""
+        """Map each written storage version to the last op before which any plan can recompute it; -1 for never."""
         deadlines: dict[Content, int] = {}
         for op in self.graph.ops:
             last = (
@@ -58,7 +58,7 @@ class History:
         return deadlines
 
     def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
-        """Return the last op before which a content is available or recomputable under any plan; -1 for never."""
+        """Return the last op before which any plan has a storage version or can recompute it; -1 for never."""
         storage, _ = content
         recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:
@@ -66,7 +66,7 @@ class History:
         return max(self.last_op_with(content, _ALWAYS), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """Return the last op before which a content exists if it is not evicted; ``end`` if no op overwrites it."""
+        """Return the last op before which a storage version still exists; ``end`` if no op overwrites it."""
         storage, version = content
         writes = self.writes[storage]
         if version >= len(writes):
@@ -80,17 +80,17 @@ class History:
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that an op must read to run again, except contents that it discards."""
+        """Return the storage versions that an op must read to run again."""
         versions = self.before[op.id]
         return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 
     def makes(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that an op writes and does not discard."""
+        """Return the storage versions that an op writes and does not discard."""
         versions = self.before[op.id]
         return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
     def always_available(self, op: int) -> Callable[[Content], bool]:
-        """Return a predicate: whether a content is on the device or at home right before an op under any plan."""
+        """Return a function that checks whether a storage version exists in every plan right before an op."""
 
         def is_available(content: Content) -> bool:
             storage, version = content
@@ -104,7 +104,7 @@ class History:
 def ops_to_recompute(
     history: History, targets: Iterable[Content], is_available: Callable[[Content], bool]
 ) -> tuple[int, ...]:
-    """Return the ops that recompute ``targets``, in graph order; raise ``GraphError`` if this is impossible."""
+    """Return the ops that recompute storage versions, in graph order; raises ``GraphError`` if that fails."""
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
     visited = set(pending)
@@ -129,7 +129,7 @@ def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
 
 
 def _op_writing(history: History, content: Content) -> Op:
-    """Return the op that recomputes a content; raise ``GraphError`` if no op can."""
+    """Return the op that recomputes a storage version; raises ``GraphError`` if no op can."""
     storage, version = content
     graph = history.graph
     if version < 1:

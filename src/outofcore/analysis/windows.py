@@ -21,7 +21,7 @@ class Derivation:
 
 
 def derive_window(base: TensorWindow, target: TensorWindow) -> Derivation | None:
-    """Return the views that turn ``base`` into ``target``, or None if ``base`` has gaps or views do not suffice.
+    """Return the view operations that turn ``base`` into ``target``; None if views do not suffice.
 
     >>> derive_window(TensorWindow((2, 3), (3, 1)), TensorWindow((3, 2), (1, 3)))
     Derivation(order=(0, 1), factors=(2, 3), ranges=((0, 2), (0, 3)), places=(1, 0), shape=(3, 2))

@@ -46,7 +46,7 @@ def default_cache_folder() -> Path:
 
 
 def open_cache(location: bool | str | os.PathLike[str]) -> Cache | None:
-    """Return the cache in a folder (True: the default one), or None for False; raise ``InputError`` if it is a file."""
+    """Return the cache in a folder, or in the default folder for True; None for False."""
     if location is False:
         return None
     folder = default_cache_folder() if location is True else Path(location)
@@ -62,7 +62,7 @@ class Cache:
     folder: Path
 
     def shelf(self, kind: str, facts: Mapping[str, object]) -> Shelf:
-        """Return the file for measurements of a kind, such as "ops", that depend on these facts (JSON values)."""
+        """Return the file for one kind of measurements, such as "ops", that depend on the given facts."""
         facts_text = json.dumps(facts, sort_keys=True, default=str)
         digest = hashlib.sha256(f"{FORMAT}\0{facts_text}".encode()).hexdigest()
         return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(facts_text))
@@ -81,7 +81,7 @@ class Cache:
         return total
 
     def clear(self) -> int:
-        """Delete the cache's files and return their number; raise ``InputError`` if one cannot be deleted."""
+        """Delete all files of the cache and return their number; raises ``InputError`` if a file cannot be deleted."""
         files = self.files()
         for path in files:
             try:
@@ -93,7 +93,7 @@ class Cache:
 
 @lru_cache(8)
 def _read(path: Path, *_: int) -> _CacheFile:
-    """Read a cache file, once per inode, time and size: reading takes longer than planning a small step."""
+    """Read a cache file; a cached function, because reading takes longer than planning a small step."""
     return decode_json(path, FORMAT, _CacheFile, whole=False)
 
 
@@ -120,7 +120,7 @@ class Shelf:
             return {}
 
     def write(self, entries: Mapping[str, object]) -> None:
-        """Add or replace entries and drop the oldest above a limit; log a warning if this fails."""
+        """Add or replace entries in the file; only log a warning if that fails."""
         if not entries:
             return
         try:
@@ -144,7 +144,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def take_turn(self) -> Iterator[None]:
-        """Hold a lock during a measurement that needs much memory; go on without it if the folder is not writable."""
+        """Hold a lock so that other processes do not measure at once; without a writable folder, run unlocked."""
         with contextlib.ExitStack() as opened:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Hold the file's lock and yield True; yield False if another process holds it for too long."""
+        """Lock the file and yield True, or yield False if another process keeps it locked for too long."""
         # A separate file, because replacing a locked file leaves the lock on the old one.
         with self.path.with_suffix(".lock").open("wb") as lock:
             until = time.monotonic() + _LOCK_SECONDS

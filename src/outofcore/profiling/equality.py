@@ -95,7 +95,7 @@ def find_mismatches(
     max_bytes: int,
     cache: Cache | None = None,
 ) -> frozenset[str]:
-    """Return the keys of checks that find a mismatch; checks above ``max_bytes`` run in another process or in part."""
+    """Run exactness checks and return the keys of failed checks; ``max_bytes`` limits memory in this process."""
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
     for check in checks:
@@ -122,7 +122,7 @@ def find_mismatches(
 
 @dataclass
 class _Verdicts:
-    """Verdicts (True: no mismatch): ``cached`` and ``new`` by cache key, ``holds`` by the key of a check."""
+    """Collects verdicts of exactness checks: ``holds`` by check, ``cached`` and ``new`` by key in the cache."""
 
     values: Sequence[Value]
     device: torch.device
@@ -134,23 +134,23 @@ class _Verdicts:
         return isinstance(self.cached.get(_key(check, (_whole_range(check),))), bool)
 
     def run_here(self, check: ExactnessCheck, ranges: Sequence[TrialRange]) -> None:
-        """Take a check's verdict from the cache or a trial in this process; lack of memory counts as a mismatch."""
+        """Record a check's verdict, from the cache or from a trial in this process."""
         key = _key(check, ranges)
         verdict = self.cached.get(key)
         if not isinstance(verdict, bool):
             verdict = _run_check(check, self.values, self.device, ranges)
             if verdict is not None:
                 self.new[key] = verdict
-        self.holds[check.key] = bool(verdict)
+        self.holds[check.key] = bool(verdict)  # without memory for a trial, assume a mismatch
 
     def run_in_process(self, checks: Sequence[ExactnessCheck]) -> None:
-        """Get whole-op verdicts from the cache or a separate process; omit checks that are too large or crash."""
+        """Record verdicts of whole-op checks from the cache or another process; checks that crash get no verdict."""
         # A trial also needs an unknown amount of scratch memory.
         max_bytes = _free_bytes(self.device) // 2
-        unknown = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole_range(c), max_bytes)]
-        verdicts = _run_in_process(unknown, self.values, self.device)
+        unchecked = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole_range(c), max_bytes)]
+        verdicts = _run_in_process(unchecked, self.values, self.device)
         self.new |= {
-            _key(check, (_whole_range(check),)): verdicts[check.key] for check in unknown if check.key in verdicts
+            _key(check, (_whole_range(check),)): verdicts[check.key] for check in unchecked if check.key in verdicts
         }
         for check in checks:
             key = _key(check, (_whole_range(check),))
@@ -160,7 +160,7 @@ class _Verdicts:
 
 
 def _key(check: ExactnessCheck, ranges: Sequence[TrialRange]) -> str:
-    """Return the cache key of a check on these ranges; a trial on smaller ranges proves less."""
+    """Return the cache key of a check that runs on these ranges of its op."""
     tried = [(trial_range.low, trial_range.high, trial_range.parts) for trial_range in ranges]
     return hashlib.sha256(f"stretches, several draws: {check.key} {tried}".encode()).hexdigest()[:24]
 
@@ -170,7 +170,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
-    """Return the verdicts of whole-op checks by key, from a separate process; omit checks without a verdict."""
+    """Run checks of whole ops in another process; return the verdicts by key, without checks that crash."""
     verdicts = {b"True": True, b"False": False}
     results: dict[str, bool] = {}
     while checks:
@@ -189,7 +189,7 @@ def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], d
 
 
 def _run_trial_process(work: bytes) -> tuple[list[bytes], int]:
-    """Run ``serve`` in a process on pickled ``work``; return the printed verdicts and the exit status."""
+    """Run pickled exactness checks in a new process; return the printed verdicts and the exit status."""
     with tempfile.TemporaryFile() as output:
         helper = start_process(f"{__name__}:serve", work, output)
         try:
@@ -224,7 +224,7 @@ def _fits(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRang
 
 
 def choose_trial_ranges(check: ExactnessCheck, values: Sequence[Value], max_bytes: int) -> tuple[TrialRange, ...]:
-    """Return the whole op's range if its trial fits in ``max_bytes``, else ranges at both ends, or () if too short."""
+    """Return the whole op's range, or ranges at its ends that fit into ``max_bytes``; () if these are too short."""
     parts, end = list(itertools.pairwise(check.ends)), check.ends[-1]
     # A single part always fits into the budget.
     if len(parts) == 1 or _fits(check, values, _whole_range(check), max_bytes):
@@ -270,7 +270,7 @@ def _bounds(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high: int, part_length: int) -> int:
-    """Return the bytes of a trial: the range, a copy of its written arguments, and a part of ``part_length``."""
+    """Return the bytes that a check of the range ``low:high`` with a part of ``part_length`` needs."""
     func, names = _operator(check.call), _argument_values(check.call, values)
     written = written_arguments(func, arguments_by_name(func, check.call.args, check.call.kwargs))
     changed = {name for name in names if name[0] in written}
@@ -287,7 +287,7 @@ def _needed_bytes(check: ExactnessCheck, values: Sequence[Value], low: int, high
 def _argument_bytes(
     check: ExactnessCheck, values: Sequence[Value], low: int, high: int, names: Set[ArgumentName] | None = None
 ) -> int:
-    """Return the bytes of the arguments of a part ``low:high``; with ``names``, of these arguments only."""
+    """Return the bytes of a part's arguments; ``names`` selects some of the arguments."""
     tensors = _argument_values(check.call, values)
     cuts = check.split.argument_cuts
     return sum(
@@ -317,7 +317,7 @@ def _operator(call: Call) -> Any:
 def _run_check(
     check: ExactnessCheck, values: Sequence[Value], device: torch.device, ranges: Sequence[TrialRange]
 ) -> bool | None:
-    """Return whether all parts match the whole; False without ranges or if the op fails; None if memory runs out."""
+    """Return whether all parts match the whole op; False if the op fails, None if memory runs out."""
     if not ranges:
         return False
     with CAPTURE_LOCK, internals.below_autograd():
@@ -360,7 +360,7 @@ def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: to
 
 
 def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Value]) -> bool:
-    """Return whether an op's arguments have one shape and no cut, between parts or threads' chunks, splits a vector."""
+    """Return whether arguments have equal shapes and no boundary of parts or threads splits a CPU vector."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -385,7 +385,7 @@ Rounds = Callable[[Call, Mapping[ArgumentName, Value], torch.device], bool]
 def _rounds_unevenly(
     check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, finds_difference: Rounds
 ) -> bool:
-    """Return whether ``finds_difference`` finds that an operator rounds elements differently; cache the answer."""
+    """Return the result of the test ``finds_difference`` for an operator; run it once per kind of arguments."""
     call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
@@ -405,7 +405,7 @@ def _rounds_gaps_differently(call: Call, tensors: Mapping[ArgumentName, Value], 
 
 
 def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device) -> bool:
-    """Return whether an operator rounds elements differently when it runs on pieces of a few elements."""
+    """Return whether an operator rounds elements differently in pieces of a few elements than in a long tensor."""
     long, run = _make_long_arguments(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _ALL_SCRAP_ELEMENTS, _SCRAP_ELEMENTS):
@@ -420,7 +420,7 @@ def _rounds_scraps_differently(call: Call, tensors: Mapping[ArgumentName, Value]
 def _make_long_arguments(
     call: Call, tensors: Mapping[ArgumentName, Value], device: torch.device
 ) -> tuple[dict[ArgumentName, torch.Tensor], Callable[[Mapping[ArgumentName, torch.Tensor]], torch.Tensor]]:
-    """Return long random arguments of an elementwise operator, and a function that runs it on such arguments."""
+    """Make long random arguments for an elementwise operator, and a function that runs the operator on them."""
     func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
     tensors_by_name: dict[ArgumentName, torch.Tensor] = {}
@@ -445,7 +445,7 @@ Same = Callable[[torch.Tensor, Any], bool]
 
 
 class ExactnessTrial:
-    """Compares an op's range, run as a whole, with its parts on equal random inputs; ``draw`` selects the numbers."""
+    """Compares an op, or a range of it, with its parts on equal random inputs; ``draw`` selects the numbers."""
 
     def __init__(
         self,
@@ -469,7 +469,7 @@ class ExactnessTrial:
         )
 
     def _make_argument(self, name: ArgumentName, value: Value) -> torch.Tensor:
-        """Make a random argument (integers: zeros) with the layout of a value, or of its slice for the range."""
+        """Make a random tensor for an argument, or for its slice if the trial covers only a range; integers are 0."""
         cut = self.split.argument_cuts.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.is_whole:
@@ -496,7 +496,7 @@ class ExactnessTrial:
         adapt_constants: bool = True,
         call: Call | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments by name; with ``adapt_constants``, adapt constants such as sizes to ``low:high``."""
+        """Return the op's arguments by name; ``adapt_constants`` adapts constants such as sizes to a part."""
         call = call or self.check.call
         named = with_tensors(arguments_by_name(self.func, call.args, call.kwargs), tensors)
         if (
@@ -518,7 +518,7 @@ class ExactnessTrial:
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _argument_part(self, name: ArgumentName, low: int, high: int) -> torch.Tensor:
-        """Return a copy of an argument's slice; copy an uncut argument only if the op writes it or it is gathered."""
+        """Return an argument for the part ``low:high``: a copied slice, or the whole argument if it is not cut."""
         tensor, cut = self.arguments[name], self.split.argument_cuts.get(name)
         if name in self.check.gathered_strides:
             return torch.empty_strided(
@@ -545,7 +545,7 @@ class ExactnessTrial:
         return result
 
     def is_equal(self, same: Same | None = None) -> bool:
-        """Return whether each part's results and written arguments equal the range's, bit for bit or by ``same``."""
+        """Return whether each part computes the same results as the whole range; ``same`` compares two tensors."""
         same = same or _have_same_bits
         written = written_arguments(self.func, self._named_arguments(self.arguments, self.low, self.high))
         # Only written arguments need a copy.
@@ -568,7 +568,7 @@ class ExactnessTrial:
         return True
 
     def _placings_of_part(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
-        """Yield a part's arguments in several combinations of copies and views of misaligned or gapped slices."""
+        """Yield a part's arguments in several memory layouts: as copies and as misaligned or gapped views."""
         written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
         views: dict[ArgumentName, torch.Tensor] = {}
         for name, tensor in self.arguments.items():
@@ -616,7 +616,7 @@ def _representative_parts(ends: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _have_same_bits(first: torch.Tensor, second: Any) -> bool:
-    """Return whether two tensors have the same bits; any NaN equals any other NaN."""
+    """Return whether two tensors have the same bits; a NaN equals any NaN."""
     if not isinstance(second, torch.Tensor) or first.dtype != second.dtype or first.numel() != second.numel():
         return False
     first, second = first.reshape(-1), second.reshape(-1)

@@ -24,15 +24,15 @@ class Difference:
     is_harmless: bool = False  # the step is right nevertheless, because it copies the result to its place
 
 
-def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
-    """Return the gravest difference of each result in ``leaves`` from its captured value; skip unread results."""
+def find_differences(captured: Captured, op: Op, results: Sequence[object]) -> list[Difference]:
+    """Compare an op's results with their captured values; return the most serious difference of each result."""
     unseen = captured.graph.unused
     all_differences: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):
         if index is None or captured.values[index].storage in unseen:
             continue  # no op reads it
         value = captured.values[index]
-        result = leaves[leaf] if leaf < len(leaves) else None
+        result = results[leaf] if leaf < len(results) else None
         if result is None and 0 in value.shape:
             continue
         all_differences += [
@@ -44,7 +44,7 @@ def find_differences(captured: Captured, op: Op, leaves: Sequence[object]) -> li
 
 
 def _compare(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
-    """Yield the differences between a result and its captured value, the gravest first."""
+    """Yield the differences between a result and its captured value, the most serious first."""
     expected = _describe(value.dtype, value.shape)
     if not isinstance(result, torch.Tensor):
         yield Difference(leaf, "kind", "undefined" if result is None else f"a {type(result).__name__}", expected)

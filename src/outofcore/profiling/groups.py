@@ -58,7 +58,7 @@ class GroupCost:
 
 
 def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -> GroupCost:
-    """Return a group's cost from rank 0's cache or a measurement; all processes of the group must call this."""
+    """Return the cost of a group's collectives, cached or measured; all processes of the group must call this."""
     key = f"{torch.distributed.get_backend(group)}/{device.type}/{group.size()}"
     shelf = None if cache is None else cache.shelf("groups", machine_facts())
     cached: list[Any] = [None]
@@ -93,7 +93,7 @@ def _measure(group: ProcessGroup, device: torch.device) -> GroupCost:
 
 
 def _median_seconds(group: ProcessGroup, device: torch.device, message: _Message) -> float:
-    """Return the median seconds of an all-reduce of a message's size."""
+    """Return the median seconds of an all-reduce of a message."""
     tensor = torch.zeros(message.bytes, dtype=torch.uint8, device=device)
     seconds: list[float] = []
     for _ in range(message.rounds + 1):
@@ -111,7 +111,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 def add_collective_costs(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """Return ``profiles`` with the cost of each collective replaced by ``costs`` of its group size, if known."""
+    """Return the profiles with measured costs for collectives; ``costs`` has them by group size."""
     updated = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:

@@ -97,6 +97,7 @@ class LinkReport:
 
     @property
     def home(self) -> Home:
+        """Return the home with its measured costs, as the planner needs it."""
         return Home(
             self.name,
             self.capacity,
@@ -125,7 +126,7 @@ _HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 6
 def measure_homes(
     stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
 ) -> tuple[Home, ...]:
-    """Return the homes' costs, cached or measured on temporary stores of their kind; raises as ``measure_link``."""
+    """Return the homes with their copy costs, cached or measured on temporary stores of the same kind."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
@@ -147,10 +148,10 @@ def load_or_measure_link(
     driver: Driver | None = None,
     device: Mapping[str, object] | None = None,
 ) -> LinkReport:
-    """Return the cached link to a home, or measure and cache it; raises as ``measure_link``.
+    """Return the cached speed of copies to and from a home; measure it if it is missing or outdated.
 
     ``buffer_bytes`` is rounded down to a power of two; each buffer size is a separate link. ``driver`` is the device at
-    the other end and ``device`` the facts about it; None means the CPU.
+    the other end and ``device`` the facts about it; None means the CPU. Raises as ``measure_link``.
     """
     size = 1 << max(buffer_bytes, PAGE_BYTES).bit_length() - 1
     if cache is None:
@@ -177,7 +178,7 @@ def load_or_measure_link(
 def update_cached_link(
     home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
 ) -> None:
-    """Scale a link's cached rates by their change from ``before`` to ``after``, and set its new slowdown of ops."""
+    """Apply the change in a home's costs from ``before`` to ``after`` to its cached measurements."""
     if before == after:
         return
     shelf = _shelf(cache, device)
@@ -214,11 +215,10 @@ def measure_link(
     driver: Driver | None = None,
     compute: Callable[[], object] | None = None,
 ) -> LinkReport:
-    """Measure the link from process memory, or from the device of ``driver``, to a home.
+    """Measure the speed of copies between a home and process memory, or the memory of a device.
 
     Copies go between fresh memory and space past the end of the home's contents; the home grows by twice the buffer.
     The first Ctrl-C takes effect after the measurement, a second one after the current copies.
-
     ``buffer_bytes`` is the size of a copy, rounded up to whole pages, and ``seconds`` the approximate duration, of at
     least three copies. ``driver`` is the device (None: the memory of the process). ``compute`` is the concurrent work,
     by default ops bound by arithmetic and by memory in turn. Raises ``ArenaError`` or ``SpillError`` without space.
@@ -260,7 +260,7 @@ class _LinkBench:
 
 
 def _measure(home: HomeStore, size: int, seconds_per_series: float, bench: _LinkBench) -> LinkReport:
-    """Measure a link with copies of ``size`` bytes, in 14 series of about ``seconds_per_series`` each."""
+    """Time copies of ``size`` bytes to and from a home, alone and concurrently with computation."""
     work, copy_out, copy_in, pages = (
         bench.work,
         bench.copy_out,
@@ -314,7 +314,7 @@ def _measure(home: HomeStore, size: int, seconds_per_series: float, bench: _Link
 def _make_ops(
     matrix: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor, products: int
 ) -> Callable[[], object]:
-    """Return a function that runs matrix products and an addition into existing tensors, without page faults."""
+    """Return a function that computes matrix products and a sum in existing memory, to load the device."""
     matrix.fill_(0.5)
     source.fill_(0.5)
 
@@ -328,7 +328,7 @@ def _make_ops(
 
 
 def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _LinkBench:
-    """Return actions that use the host: computation (by default large copies), a write and a read, of two sizes."""
+    """Return the actions to time for copies between process memory and a home."""
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers
@@ -347,7 +347,7 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
 
 
 def time_concurrently(actions: Sequence[_TimedAction], seconds: float, min_runs: int) -> list[list[float]]:
-    """Run actions concurrently, the first in this thread; return their times (see ``_TimeActions``)."""
+    """Run actions concurrently, each at least ``min_runs`` times and for ``seconds``; return all run times."""
     times: list[list[float]] = [[] for _ in actions]
     has_enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
@@ -419,7 +419,7 @@ def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
 def _device_bench(
     driver: Driver, home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None
 ) -> Iterator[_LinkBench]:
-    """Yield the actions to time for a link between a device and two slots of a home."""
+    """Yield the actions to time for copies between a device and two slots of a home."""
     rows, products, pass_bytes = _DEVICE_WORK.rows, _DEVICE_WORK.products, _DEVICE_WORK.pass_bytes
     square = rows * rows * 4
     arena = driver.open_arena(2 * (size + pass_bytes + square), 1 << 62)
@@ -449,7 +449,7 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
-    """Return copies of ``size`` bytes out and in, and of a page out and in, to time for a home in host memory."""
+    """Return copies to and from a home in host memory as actions to time: of ``size`` bytes, then of a page."""
     host = [home.tensor_of(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
@@ -468,6 +468,7 @@ def _memory_copies(
 def _disk_copies(
     driver: Driver, home: DiskHome, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
+    """Return copies to and from a home on disk as actions to time: of ``size`` bytes, then of a page."""
     staging = Staging(driver, home)
 
     def copy_out(count: int, slot: int) -> _TimedAction:
@@ -508,7 +509,7 @@ class _DeviceTimes:
         return times
 
     def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
-        """Run actions ``counts`` times each; return the seconds of runs that began before the first action ended."""
+        """Run each action as often as ``counts``; return the seconds of the runs that overlapped with all actions."""
         driver = self._driver
         begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)

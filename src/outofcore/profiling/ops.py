@@ -79,11 +79,11 @@ def profile_ops(
     cache: Cache | None = None,
     backend: Backend | None = None,
 ) -> tuple[OpProfile, ...]:
-    """Measure every op of a captured step, once per family, and leave the random generators unchanged.
+    """Measure the time and memory of every op of a captured step, once per family of equal ops.
 
-    ``advance`` is called with (families measured, families). With ``measure_time=False`` each family runs once, for its
-    allocator requests only. Raises ``CaptureError`` if an op does not run on scratch contents, or returns other tensors
-    than captured.
+    Random generators stay unchanged. ``advance`` is called with (families measured, families). With
+    ``measure_time=False`` each family runs once, for its allocator requests only. Raises ``CaptureError`` if an op does
+    not run on scratch contents, or returns other tensors than captured.
     """
     ops = range(len(captured.graph.ops))
     profiles = profile_selected(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
@@ -181,7 +181,7 @@ class _OpBench:
         return profile_cache.add(op, self._measure(op, call, measure_time), timed=measure_time)
 
     def _measure(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
-        """Measure an op on the first scratch contents on which it runs; raise ``CaptureError`` if it fails on all."""
+        """Measure an op with the first scratch contents on which it runs; raises ``CaptureError`` if it never does."""
         failed: Exception | None = None
         try:
             for contents in contents_to_try(self._captured.device):
@@ -205,7 +205,7 @@ class _OpBench:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _lay_out(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Return a program that runs only this op, the end offset of its arguments, and the end of all its blocks."""
+        """Plan the memory of a program with a single op; return the program, and the ends of arguments and memory."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
@@ -235,7 +235,7 @@ class _OpBench:
     def _bind(
         self, op: Op, requests: Requests, contents: ScratchContents | None
     ) -> tuple[BoundRun, DeviceArena, list[list[tuple[int, int | None]]], int]:
-        """Bind an op to scratch memory; return it with its arena, planned requests and the arguments' end offset."""
+        """Bind an op's arguments to scratch memory; return the bound op and its memory."""
         program, arguments_end, end = self._lay_out(op, requests.workspace_bytes)
         arena = self._open_arena(end)
         bound = bind(self._captured, program, arena)
@@ -247,7 +247,7 @@ class _OpBench:
         return bound.runs[0], arena, requests_by_scope(self._captured, program, {op.id: requests}), arguments_end
 
     def _fill(self, storage: int, arena: DeviceArena, block: Block, contents: ScratchContents) -> None:
-        """Fill a storage's block with the storage's constant, if it has one, or else with scratch contents."""
+        """Fill a storage's memory with its constant value, or with scratch contents if it is no constant."""
         captured = self._captured
         count = captured.graph.storages[storage].bytes
         if not count:
@@ -260,7 +260,7 @@ class _OpBench:
         contents.fill_bytes(target, self._dtypes[storage])
 
     def _record(self, op: Op, func: Callable[..., object], contents: ScratchContents) -> Requests:
-        """Run an op on scratch contents, check its results, and return its requests to the allocator."""
+        """Run an op on scratch contents and check its results; return the memory that it requests."""
         captured = self._captured
         if self._backend.warms_up:
             # Libraries choose kernels at an op's first run, with memory that no later run needs.
@@ -286,9 +286,9 @@ class _OpBench:
             }
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
-    def _check_results(self, op: Op, leaves: Sequence[object]) -> None:
-        """Raise ``CaptureError`` if an op's results differ from the captured ones; only log harmless differences."""
-        for difference in find_differences(self._captured, op, leaves):
+    def _check_results(self, op: Op, results: Sequence[object]) -> None:
+        """Raise ``CaptureError`` if an op's results differ from the captured ones; log harmless differences."""
+        for difference in find_differences(self._captured, op, results):
             if difference.is_harmless:
                 _log.info(
                     "the operator %s returns %s but was captured with %s", op.name, difference.real, difference.captured
@@ -303,7 +303,7 @@ class _OpBench:
             )
 
     def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
-        """Return the typical seconds of an op, with its memory requests at their planned places."""
+        """Return the typical seconds of an op, with its allocations at planned places."""
         # The recording left the arguments in the arena, unless a larger one is needed.
         grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
@@ -348,7 +348,6 @@ def _measurement_error(op: Op, error: Exception | None) -> CaptureError:
 
 
 def _align(offset: int, count: int) -> int:
-    """Round an offset up to a whole page for a block of at least 64 KiB, else to a whole cache line."""
     return round_up(offset, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
@@ -365,7 +364,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
-    """Return the cache file of op profiles (kind "parts": exactness verdicts) for this machine and its settings."""
+    """Return the cache file of op profiles, or of another ``kind``, for this machine, device and settings."""
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -381,7 +380,7 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
 
 
 def is_cacheable(op: Op) -> bool:
-    """Return whether an op's family means the same in every process."""
+    """Return whether the name of an op's family means the same in every process."""
     is_torchs = op.name.startswith(("aten.", "fused.")) or (op.name.startswith("optimizer.") and not op.random)
     return is_torchs and bool(op.family) and " at 0x" not in op.family
 
@@ -396,7 +395,7 @@ class ProfileCache:
         self._stale_costs: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first_differs: bool, result_count: int | None = None) -> OpProfile | None:
-        """Return an op's cached profile; None if it is missing, stale, or not as requested (times, first run)."""
+        """Return an op's cached profile; None if it is missing, outdated, or lacks a requested measurement."""
         value = self._cached.get(_key(op)) if is_cacheable(op) else None
         if value is None or self._shelf is None:
             return None
@@ -422,7 +421,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Add a measurement and return it; if the machine was busy, with the time of the stale one if it is shorter."""
+        """Add a measured profile and return it; of two measurements on a busy machine, the shorter time counts."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -444,7 +443,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Cache the median of the observed costs in ``profiles`` per op family; ``only`` selects families by their ops."""
+    """Cache the median costs in ``profiles`` of each op family; ``only`` selects families by ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:

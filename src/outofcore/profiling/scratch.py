@@ -34,7 +34,7 @@ class ScratchContents:
     varied: bool = False  # floats are drawn between 1/4 and 3/4
 
     def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill a storage's bytes with 0.5 (random floats if ``varied``), or with zeros if ``dtype`` is not floating."""
+        """Fill memory with values of a data type: 0.5 or random numbers if floating, else zeros."""
         if not (dtype.is_floating_point or dtype.is_complex):
             target.zero_()
             return
@@ -45,7 +45,7 @@ class ScratchContents:
             values.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
-        """Give an op's arguments on ``device`` these values; if all are there, set integers that the op accepts."""
+        """Fill an op's arguments on ``device``, and make integers such as indices valid where possible."""
         tensors = list(leaves_in([run.args, run.kwargs]))
         scratch = [tensor for tensor in tensors if have_same_type(tensor.device, device)]
         if replace(self, varied=False) != HALVES:
@@ -56,7 +56,7 @@ class ScratchContents:
             set_runnable_integers(func, operators.arguments_by_name(func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with these values; skip expanded tensors, and floats unless ``identity`` or ``random``."""
+        """Fill a tensor unless it is expanded; floats change only for ``identity`` and ``random`` contents."""
         if _is_expanded(tensor):
             return  # not writable
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -68,7 +68,7 @@ class ScratchContents:
 
 
 def set_runnable_integers(func: OpOverload, named: NamedArguments) -> None:
-    """Set the integer arguments of certain operators to values with which they can run, such as valid indices."""
+    """Set integer arguments of certain operators to values with which they can run, such as valid indices."""
     if func._schema.name in _INTEGER_SETTERS:
         _INTEGER_SETTERS[func._schema.name](named)
 
@@ -78,7 +78,7 @@ _RANDOM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.
 
 
 def contents_to_try(device: torch.device) -> tuple[ScratchContents, ...]:
-    """Return scratch contents in the order in which to try them, until an op runs on one of them."""
+    """Return the scratch contents to try on an op, in order, until it runs."""
     if traits_of(device).survives_bad_indices:
         return (
             HALVES,
@@ -91,7 +91,7 @@ def contents_to_try(device: torch.device) -> tuple[ScratchContents, ...]:
 
 
 def _balance_groups(named: NamedArguments) -> None:
-    """Give each group of a grouped matrix product an equal number of rows, as trained routers do."""
+    """Give the groups of a grouped matrix product nearly equal numbers of rows, as trained routers do."""
     first, second, offsets = named["self"], named["mat2"], named.get("offs")
     if offsets is None:
         return
@@ -106,7 +106,7 @@ def _fill_bags(named: NamedArguments) -> None:
 
 
 def _balance_repeats(named: NamedArguments) -> None:
-    """Set repeat counts that are as equal as possible and add up to the output size."""
+    """Set repeat counts to nearly equal numbers that add up to the output size."""
     repeats, size = named["repeats"], named.get("output_size")
     if size is not None and repeats.numel():
         repeats.fill_(size // repeats.numel())
@@ -114,7 +114,7 @@ def _balance_repeats(named: NamedArguments) -> None:
 
 
 def _balance_segments(named: NamedArguments) -> None:
-    """Set segment lengths that are as equal as possible and add up to the size of the axis."""
+    """Set the lengths in a segment reduction to nearly equal numbers that add up to the size of the axis."""
     lengths = named.get("lengths")
     if lengths is not None and lengths.numel():
         data, axis = named["data"], named.get("axis", 0)
@@ -124,7 +124,7 @@ def _balance_segments(named: NamedArguments) -> None:
 
 
 def _use_longest_sequences(named: NamedArguments) -> None:
-    """Set a CTC loss to use all frames and the longest possible targets, which need the most memory."""
+    """Set the lengths in a CTC loss to the largest possible, which need the most memory."""
     frames, targets, lengths = named["input_lengths"], named["targets"], named["target_lengths"]
     if not isinstance(lengths, torch.Tensor) or not lengths.numel():
         return
@@ -153,7 +153,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _row_spreader(name: str) -> Callable[[NamedArguments], None]:
-    """Return a function that spreads indices over the rows of the argument ``name``, which may be their number."""
+    """Return a function that spreads an op's indices over the rows of the argument ``name``."""
 
     def fill(named: NamedArguments) -> None:
         rows = named[name]

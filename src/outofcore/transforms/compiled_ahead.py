@@ -28,13 +28,14 @@ _MAX_HELPERS = 8
 
 @contextlib.contextmanager
 def compile_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = None) -> Iterator[int]:
-    """Compile CPU recipes, last first, in helper processes that end with the block; yield the number of processes."""
+    """Compile CPU kernels in helper processes while the block runs; yield the number of processes."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     cpu_recipes = [recipe for recipe in recipes if recipe.device.type == "cpu"]
     count = min(cores - 1, len(cpu_recipes) // _RECIPES_PER_HELPER, _MAX_HELPERS)
     helpers: list[subprocess.Popen[bytes]] = []
     try:
         for first in range(count):
+            # The last recipes first, because the caller begins with the first ones.
             share = cpu_recipes[len(cpu_recipes) - 1 - first :: -count]
             with contextlib.suppress(OSError, pickle.PicklingError):
                 helpers.append(start_process(f"{__name__}:serve", pack_work(tuple(share), threads)))
@@ -47,7 +48,7 @@ def compile_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = N
 
 
 def serve() -> None:
-    """Compile the recipes from standard input: the main function of a helper process."""
+    """Compile the kernel recipes from standard input: the main function of a helper process."""
     # `kernels` imports this module.
     from outofcore.transforms.kernels import compile_recipe  # noqa: PLC0415
 

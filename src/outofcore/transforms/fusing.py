@@ -71,7 +71,7 @@ _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 def fuse_ops(
     captured: Captured, kernels: Kernels, tell: ProgressCallback = ignore_progress, *, min_bytes: int = LARGE_BYTES
 ) -> Captured:
-    """Fuse groups of ops that share storages of at least ``min_bytes``; add the new kernels to ``kernels``."""
+    """Replace groups of ops that share storages of at least ``min_bytes`` by fused kernels from ``kernels``."""
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
     fusible, alone, scratch = [op.id for op, call in pairs if _is_fusible(captured, op, call)], list[int](), {}
     if traits_of(captured.device).has_kernel_measurements:
@@ -105,7 +105,7 @@ def fuse_ops(
 def capture_and_fuse(
     capture: Callable[..., Captured], kernels: Kernels | None, tell: ProgressCallback = ignore_progress
 ) -> Callable[..., Captured]:
-    """Return a capture function that also fuses ops; ``capture`` itself without ``kernels``."""
+    """Return a capture function that also fuses ops; without ``kernels``, return ``capture`` itself."""
     return capture if kernels is None else lambda **arguments: fuse_ops(capture(**arguments), kernels, tell)
 
 
@@ -121,7 +121,7 @@ def _scratch_bounds(captured: Captured) -> dict[int, int]:
 
 
 def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
-    """Return whether an op is an operator of PyTorch that a fused kernel may compute, as the module describes."""
+    """Return whether a fused kernel may compute an op; the conditions are in the module's docstring."""
     func: Any = call.func
     if not isinstance(func, OpOverload) or func.namespace != "aten" or call.rehearse is not None:
         return False
@@ -145,7 +145,7 @@ def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
 
 
 def _is_faster_fused(captured: Captured, call: Call) -> bool:
-    """Return whether we measured Inductor's loop to be at least as fast as PyTorch's own kernel."""
+    """Return whether we measured Inductor's kernel to be at least as fast as PyTorch's for such an op."""
     func: Any = call.func
     name = func._schema.name
     if name in _FASTER_UNFUSED_ON_CPU:
@@ -190,7 +190,7 @@ def _covers_storage(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """A group of ops to fuse, the recipe of their kernel, and the op that replaces them (``family`` is set later)."""
+    """A group of ops to fuse, the recipe of their kernel, and the op that replaces them."""
 
     def __init__(self, captured: Captured, ops: Sequence[int], min_bytes: int) -> None:
         self._captured = captured
@@ -223,14 +223,14 @@ class _Fusion:
         )
 
     def _storages_read_first(self, members: Sequence[Op]) -> Iterator[int]:
-        """Yield the storages from outside of the group that its ops read before they overwrite them."""
+        """Yield storages from outside of the group that its ops read before they overwrite them."""
         overwritten: set[int] = set()
         for op in members:
             yield from (s for s in op.reads if s not in self._created and s not in overwritten)
             overwritten.update(s for s in op.mutates if s not in op.reads)
 
     def _find_inputs(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
-        """Return the kernel's input values; of a storage that the kernel writes, only the value that it writes."""
+        """Return the values that the kernel reads or writes in place, one value per written storage."""
         values = self._captured.values
         bases: dict[int, int] = {}
         inputs: dict[int, None] = {}
@@ -255,7 +255,7 @@ class _Fusion:
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
     def _choose_reused_inputs(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
-        """Map storages of large results to input storages of equal layout, used by no later op, to overwrite."""
+        """Map storages of large results to input storages of equal layout that these results may overwrite."""
         graph, values = self._captured.graph, self._captured.values
         values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:
@@ -283,7 +283,7 @@ class _Fusion:
         return reused
 
     def _find_discarded(self, members: Sequence[Op]) -> set[int]:
-        """Return the storages that one op of the group discards and no other op of the group touches."""
+        """Return the storages that one op of the group discards and no other op of it touches."""
         discarded = {storage for op in members for storage in op.discards}
         return {s for s in discarded if sum(s in op.touched for op in members) == 1}
 

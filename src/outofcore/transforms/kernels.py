@@ -102,7 +102,7 @@ class Kernels:
     _is_compiler_missing: bool = False
 
     def compile_all(self, recipes: Iterable[Recipe], tell: ProgressCallback = ignore_progress) -> Mapping[str, Kernel]:
-        """Compile recipes and return the kernels by recipe text; log and omit recipes that fail to compile."""
+        """Compile recipes and return the kernels by recipe text, without recipes that fail to compile."""
         threads = torch.get_num_threads()
         by_text = {recipe.text: recipe for recipe in recipes}
         new = [recipe for text, recipe in by_text.items() if (text, threads) not in self._compiled]
@@ -122,7 +122,7 @@ class Kernels:
         return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
     def _compile(self, recipe: Recipe, threads: int) -> Kernel | None:
-        """Return the compiled kernel; None, with a warning, if that fails. If not ``compiles``, it refuses to run."""
+        """Return the compiled kernel; None if it cannot be compiled."""
         if not self.compiles:
             return Kernel(recipe, threads, _refuse_to_run)
         try:
@@ -148,14 +148,14 @@ def _refuse_to_run(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compile_recipe(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a recipe or load it from Inductor's cache; raise ``CompilerMissingError`` without a compiler."""
+    """Compile a recipe or load it from Inductor's cache; raises ``CompilerMissingError`` without a compiler."""
     inputs = [(recipe.values[index], recipe.device) for index in recipe.inputs]
     layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in inputs]
     return compile_traced(_TracedRecipe(recipe), layouts, threads)
 
 
 class _TracedRecipe:
-    """A recipe as a function for Inductor to trace; it computes out of place and copies to its inputs at the end."""
+    """A recipe as a function for Inductor to trace; it copies new contents to its inputs only at the end."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -197,7 +197,7 @@ class _TracedRecipe:
         return self._contents_as(self.recipe.values[index].storage, index)
 
     def _run(self, call: Call) -> None:
-        """Run a call out of place, and record the contents of its results and written arguments."""
+        """Run a call without writing in place; record its results and the new contents of written arguments."""
         func: Any = call.func
         args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._tensor_of(ref.value), Ref)
         tensors = arguments_by_name(func, args, kwargs)
@@ -212,15 +212,17 @@ class _TracedRecipe:
                 self._set_contents(ref.value, written[name])
 
     def _set_contents(self, index: int, tensor: torch.Tensor) -> None:
-        """Set the contents of a value's storage; raise ``NotFusibleError`` for another shape or data type."""
+        """Set the contents of a value's storage; raises ``NotFusibleError`` if shape or data type differ."""
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            raise NotFusibleError(f"traced {tensor.dtype} {tuple(tensor.shape)} instead of {value_text(value)}")
+            raise NotFusibleError(
+                f"the kernel computes {tensor.dtype} {tuple(tensor.shape)}, but the step needs {value_text(value)}"
+            )
         self.contents[value.storage] = tensor, value
 
 
 def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
-    """View a tensor laid out as ``value`` in the layout of ``target``, or raise ``NotFusibleError``."""
+    """Return a tensor viewed in the layout of ``target``; raises ``NotFusibleError`` if there is no such view."""
     if value.layout() == target.layout() and value.dtype == target.dtype:
         return tensor
     view = None if value.dtype != target.dtype else derive_window(value.window(), target.window())
@@ -230,6 +232,7 @@ def _view_as(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
 
 
 def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
+    """Apply the view operations in ``view`` to a tensor."""
     tensor = tensor.permute(view.order).reshape(view.factors)
     for dim, (first, count) in enumerate(view.ranges):
         if count != view.factors[dim]:
@@ -246,7 +249,7 @@ def derive_view(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
 
 
 def functional_counterpart(func: OpOverload) -> OpOverload | None:
-    """Return the out-of-place overload of an in-place operator with the same argument types, or None."""
+    """Return the out-of-place overload of an in-place operator; None if it does not exist."""
     name = func._schema.name.partition("::")[2]
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
     if packet is None:
@@ -263,7 +266,7 @@ def functional_counterpart(func: OpOverload) -> OpOverload | None:
 def _run_functional(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Run an operator out of place; return its results, and the new contents of written arguments by name."""
+    """Run an operator without writing in place; return its results, and by name the new contents of arguments."""
     name = func._schema.name
     if name == BATCH_NORM:
         return _run_batch_norm(named)
@@ -289,7 +292,7 @@ def _run_functional(
 
 
 def _run_batch_norm(named: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Run a batch norm out of place; return its results and its new running statistics, if any, by name."""
+    """Run a batch norm without writing in place; return its results, and its new running statistics by name."""
     weight, bias = named.get("weight"), named.get("bias")
     mean, variance = named.get("running_mean"), named.get("running_var")
     options = named["training"], named["momentum"], named["eps"]

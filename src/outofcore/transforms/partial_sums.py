@@ -52,7 +52,7 @@ def capture_and_split_sums(capture: Callable[..., Captured], *, is_on: bool) -> 
 
 
 def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
-    """Split large sums over rows or samples into partial sums of at least ``part_bytes`` bytes of summands each."""
+    """Split large sums over rows or samples into partial sums, each of at least ``part_bytes`` bytes."""
     batch_independent = _batch_independent_storages(captured)
     values, storages = list(captured.values), list(captured.graph.storages)
     pairs: list[tuple[Op, Call]] = []
@@ -76,7 +76,7 @@ def split_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
 
 
 def _batch_independent_storages(captured: Captured) -> frozenset[int]:
-    """Return storages that do not depend on the inputs: state, constants and storages computed only from these."""
+    """Return the storages that do not depend on the inputs, such as parameters and constants."""
     graph = captured.graph
     independent = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:
@@ -88,7 +88,7 @@ def _batch_independent_storages(captured: Captured) -> frozenset[int]:
 def _find_split(
     captured: Captured, op: Op, call: Call, batch_independent: frozenset[int], part_bytes: int
 ) -> tuple[SumSplit, tuple[int, ...]] | None:
-    """Return the split of an op's sum and the ends of its parts, or None if the sum stays whole."""
+    """Return the split of an op's sum and the ends of its parts; None if the sum stays whole."""
     func = call.func
     rule = _SUMS.get(func._schema.name) if isinstance(func, OpOverload) else None
     if rule is None or not isinstance(func, OpOverload) or op.mutates or op.random or op.communicates:
@@ -122,7 +122,7 @@ def _find_split(
 def _build_parts(
     op: Op, call: Call, split: SumSplit, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
 ) -> list[tuple[Op, Call]]:
-    """Build one op per part of a sum and ops that add up their results; extend ``values`` and ``storages``."""
+    """Return ops that compute the parts of a sum and add them up; extends ``values`` and ``storages``."""
     func: Any = call.func
     pairs: list[tuple[Op, Call]] = []
     numbers: dict[Value, int] = {}
@@ -193,7 +193,7 @@ def _split_product(view: CallView) -> SumSplit | None:
 
 
 def _split_sum(view: CallView) -> SumSplit | None:
-    """Return a split of a sum along its first dimension; None if ``dim`` omits it, or if ``dtype`` is given."""
+    """Return the split of a sum along its first dimension; None if there is no such split."""
     summand, dims = view.value("self"), view.named.get("dim")
     if summand is None or not summand.shape or not dims or view.named.get("dtype") is not None:
         return None
@@ -203,7 +203,7 @@ def _split_sum(view: CallView) -> SumSplit | None:
 
 
 def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that cuts ``arguments`` of weight gradients by samples; the argument ``sized`` has their number."""
+    """Return a rule that splits weight gradients by samples; the argument ``sized`` is the number of samples."""
 
     def set_size(named: dict[str, Any], low: int, high: int) -> None:
         if sized:
@@ -222,7 +222,7 @@ def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallV
 
 
 def _split_layer_norm_gradients(*arguments: str) -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that cuts the input and ``arguments`` of layer norm weight gradients along leading dimensions."""
+    """Return a rule that splits weight gradients of a layer norm by leading dimensions of its arguments."""
 
     def rule(view: CallView) -> SumSplit | None:
         first = view.value("input")

@@ -43,7 +43,7 @@ def split_convolutions(captured: Captured) -> Captured:
 
 
 def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """Split a convolution's backward pass into two ops, for input and weights; return other ops unchanged."""
+    """Split a convolution's backward pass into two ops, for weights and input; return other ops unchanged."""
     halves = _halves(captured, op, call) if call.func is _CONVOLUTION_BACKWARD else None
     if halves is None:
         return [(op, call)]
@@ -66,7 +66,7 @@ def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Cal
 
 
 def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | None:
-    """Split a backward pass into input and weight gradients; return None if it computes only one of the two."""
+    """Split a backward pass into input and weight gradients; None if it computes only one of the two."""
     func: Any = call.func
     named = arguments_by_name(func, call.args, call.kwargs)
     computed = [bool(flag) for flag in named["output_mask"]]
@@ -99,7 +99,7 @@ def drop_shape_only_arguments(captured: Captured) -> Captured:
 
 
 def _drop_shape_only_argument(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
-    """Replace an op such as ``zeros_like`` by one that takes a shape instead of a tensor; keep other ops."""
+    """Replace an op such as ``zeros_like`` by one that reads only a shape; return other ops unchanged."""
     if call.func not in _FILL_VALUES or not op.reads or op.mutates or len(op.creates) != 1:
         return op, call
     result = call.results[0]
@@ -125,12 +125,12 @@ OWN_KINDS = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
 def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
-    """Return whether an op of the step creates a storage and only this step needs its contents."""
+    """Return whether the step creates a storage and needs its contents only within the step."""
     return graph.storages[storage].kind in OWN_KINDS and storage in graph.creator and storage not in graph.outputs
 
 
 def recompute_casts(captured: Captured) -> Captured:
-    """Repeat widening casts in the backward pass, with equal bits, so that only their narrow inputs are saved."""
+    """Repeat casts to wider data types in the backward pass, so that only narrow tensors are saved."""
     graph = captured.graph
     turn = peak_activation_op(graph)
     storages, values = list(graph.storages), list(captured.values)
@@ -170,7 +170,7 @@ def recompute_casts(captured: Captured) -> Captured:
 
 
 def _is_worth_recomputing(captured: Captured, op: Op, call: Call, peak_op: int) -> bool:
-    """Return whether an op is a large widening cast that can and must run again for its uses after ``peak_op``."""
+    """Return whether an op is a large widening cast to repeat after ``peak_op``, which saves memory."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False
@@ -204,12 +204,12 @@ class OverwritingOverload:
         return self.run(*args, **self.complete_kwargs(args, kwargs))
 
     def complete_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return ``kwargs`` with the overwritten argument as the overload's out argument, if it has one."""
+        """Return ``kwargs``, with the argument to overwrite as the out argument if the overload has one."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
 def reuse_arguments(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Captured:
-    """Write elementwise results of at least ``min_bytes`` over an argument of equal layout that no later op uses."""
+    """Let elementwise ops write results of at least ``min_bytes`` over arguments that no later op uses."""
     graph = captured.graph
     reused: dict[int, int] = {}  # replaced storage -> reused storage
     pairs: list[tuple[Op, Call]] = []
@@ -227,7 +227,7 @@ def reuse_arguments(captured: Captured, *, min_bytes: int = LARGE_BYTES) -> Capt
 
 
 def _find_overwriting(captured: Captured, op: Op, call: Call, min_bytes: int) -> OverwritingOverload | None:
-    """Return an overload that writes an op's large result over an argument that no later op uses, or None."""
+    """Return an overload that writes an op's result over an argument that no later op uses; None if impossible."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
@@ -258,7 +258,7 @@ def _find_overwriting(captured: Captured, op: Op, call: Call, min_bytes: int) ->
 
 @cache
 def _overwriting_overloads(func: OpOverload) -> list[OverwritingOverload]:
-    """Return an operator's overloads with one out argument, or its in-place overloads if it has no such overload."""
+    """Return an operator's overloads that write into a given tensor: out variants, otherwise in-place ones."""
     packet = func._overloadpacket
     overloads = [
         OverwritingOverload(overload, outs[0], -1)
@@ -274,7 +274,7 @@ def _overwriting_overloads(func: OpOverload) -> list[OverwritingOverload]:
 
 
 def _matching_overloads(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverload, list[str]]]:
-    """Yield the overloads of ``packet`` with the parameters of ``func``, and the names of their out arguments."""
+    """Yield overloads in ``packet`` with the parameters of ``func``, each with the names of its out arguments."""
     parameters = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in packet.overloads():
         overload = getattr(packet, name)
@@ -286,10 +286,10 @@ def _matching_overloads(func: OpOverload, packet: OpOverloadPacket) -> Iterator[
 
 
 def hoist_order(captured: Captured) -> tuple[int, ...]:
-    """Return the order of ops in which ops that free memory run earlier, without moving random ops.
+    """Return the op ids in an order in which ops that free memory run earlier.
 
-    Optimizer updates without random numbers, and ops that turn large storages into small ones, run earlier. They do not
-    pass ops that may raise: when a step raises, it has run only updates that plain PyTorch would have run.
+    Optimizer updates, and ops that turn large storages into small ones, run earlier unless they draw random numbers.
+    They do not pass ops that may raise: when a step raises, it has run only updates that plain PyTorch would have run.
     """
     graph = captured.graph
     large = {s.id for s in graph.storages if is_large(s.bytes)}
@@ -317,7 +317,7 @@ SHARE_OF_UPDATES = 16
 
 
 def delay_updates(captured: Captured, max_bytes: int) -> Captured:
-    """Delay each optimizer update to the next one that it can join, in rows of up to ``max_bytes`` of parameters."""
+    """Delay optimizer updates to later ones that they can join, up to ``max_bytes`` of parameters together."""
     # The ops that run in the place of each op: a row of updates runs in the place of its last one.
     ops_by_place: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
@@ -342,7 +342,7 @@ def delay_updates(captured: Captured, max_bytes: int) -> Captured:
 
 
 def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
-    """Join consecutive optimizer updates up to ``max_bytes`` of parameters; None: the device's usual limit."""
+    """Join consecutive optimizer updates, up to ``max_bytes`` of parameters each (None: the device's limit)."""
     device = traits_of(captured.device)
     at_once, sizes = device.updates_all_at_once, device.update_bytes
     if max_bytes is None:
@@ -359,7 +359,7 @@ def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
 
 
 def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
-    """Return an op's optimizer update, or None if it must stay alone; ``at_once`` allows ``foreach`` updates."""
+    """Return the optimizer update of an op; None for other ops and for updates that must stay alone."""
     update = call.func
     if not isinstance(update, OptimizerUpdate) or not is_torch_optimizer(update.optimizer) or op.random:
         return None
@@ -371,23 +371,23 @@ def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | 
     return update
 
 
-def _can_join(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: int, *, at_once: bool) -> bool:
-    first, update = _joinable_update(*row[0], at_once=at_once), _joinable_update(*pair, at_once=at_once)
+def _can_join(updates: Sequence[tuple[Op, Call]], candidate: tuple[Op, Call], max_bytes: int, *, at_once: bool) -> bool:
+    first, update = _joinable_update(*updates[0], at_once=at_once), _joinable_update(*candidate, at_once=at_once)
     if first is None or update is None or update.optimizer is not first.optimizer:
         return False
     if update.creates_state() != first.creates_state():
         return False  # first updates allocate their state, too
-    members = [m for _, call in row if isinstance(call.func, OptimizerUpdate) for m in call.func.members]
+    members = [m for _, call in updates if isinstance(call.func, OptimizerUpdate) for m in call.func.members]
     # A parameter that is updated twice has a second update of its own.
     if {id(m.parameter) for m in members} & {id(m.parameter) for m in update.members}:
         return False
     return sum(m.parameter.numel() * m.parameter.element_size() for m in (*members, *update.members)) <= max_bytes
 
 
-def _join(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
-    if len(row) == 1:
-        return row[0]
-    ops, calls = [op for op, _ in row], [call for _, call in row]
+def _join(updates: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
+    if len(updates) == 1:
+        return updates[0]
+    ops, calls = [op for op, _ in updates], [call for _, call in updates]
     update = OptimizerUpdate.join([call.func for call in calls if isinstance(call.func, OptimizerUpdate)])
     params, grads, states = ([item for call in calls for item in call.args[place]] for place in range(3))
     args = (params, grads, states)
@@ -401,18 +401,18 @@ def _join(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
 
 
 def rewrite_for_speed(traced: Captured) -> Captured:
-    """Rewrite a trace for plentiful memory: joined updates and reused arguments."""
+    """Rewrite a step for plentiful memory: join optimizer updates and reuse arguments."""
     return reuse_arguments(join_updates(drop_shape_only_arguments(traced)))
 
 
 def rewrite_for_lowest_memory(traced: Captured) -> Captured:
-    """Rewrite a trace to need the least memory, by all passes except joining."""
+    """Rewrite a step to need the least memory, by all passes except joining optimizer updates."""
     captured = reuse_arguments(split_convolutions(recompute_casts(drop_shape_only_arguments(traced))))
     return reorder(captured, hoist_order(captured))
 
 
 def rewrite_for_low_memory(traced: Captured, room: int) -> Captured:
-    """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow it."""
+    """Rewrite a step for low memory, with optimizer updates joined as far as ``room`` bytes allow it."""
     captured = rewrite_for_lowest_memory(traced)
     max_bytes = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
     return join_updates(delay_updates(captured, max_bytes), max_bytes)

@@ -22,6 +22,6 @@ class CellMap:
     ranged: frozenset[int]  # storages with cells that are ranges at home
 
     def box(self, storage: int, value: int, cut: Cut | None, low: int, high: int) -> Box | None:
-        """Return the box of a value, given by index, or of its part in a cut storage; None if it is not a box."""
+        """Return the box of a value, or of its slice if it is cut, in a divided storage; None if it is not a box."""
         axes, place = self.axes[storage], self.places[value]
         return axes.box_of(place) if cut is None else axes.box_of_part(place, cut.dims, *cut.ends(low, high))

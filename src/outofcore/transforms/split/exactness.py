@@ -29,18 +29,17 @@ class ExactnessCheck:
     )
 
 
-def make_check(captured: Captured, cell_map: CellMap, op: int, choice: ChosenSplit) -> ExactnessCheck:
-    """Return the check that the parts of a split op compute the bits of the whole op."""
-    strides = _gathered_strides(captured, cell_map, op, choice.split)
+def make_check(captured: Captured, cell_map: CellMap, op: int, chosen: ChosenSplit) -> ExactnessCheck:
+    strides = _gathered_strides(captured, cell_map, op, chosen.split)
     layout = _layout_key(captured, op, strides)
-    name = f"{captured.graph.ops[op].family} by {choice.split.name} at {list(choice.ends)}{layout}"
-    return ExactnessCheck(name, captured.calls[op], choice.split, choice.ends, gathered_strides=strides)
+    name = f"{captured.graph.ops[op].family} by {chosen.split.name} at {list(chosen.ends)}{layout}"
+    return ExactnessCheck(name, captured.calls[op], chosen.split, chosen.ends, gathered_strides=strides)
 
 
 def checks_of_gathered(
     captured: Captured, cell_map: CellMap, split_ops: Iterable[int]
 ) -> Iterator[tuple[Op, ExactnessCheck]]:
-    """Yield unsplit ops that read arguments gathered in a different layout, each with its exactness check."""
+    """Yield unsplit ops that read arguments gathered in another layout, each with its exactness check."""
     split_op_ids = set(split_ops)
     for op in captured.graph.ops:
         if op.id in split_op_ids or cell_map.cuts.keys().isdisjoint(op.touched):
@@ -63,7 +62,7 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
 def _gathered_strides(
     captured: Captured, cell_map: CellMap, op: int, split: OpSplit | None
 ) -> dict[ArgumentName, tuple[int, ...]]:
-    """Return the new strides of arguments that are gathered whole from cells, if this changes layout or alignment."""
+    """Map arguments that are gathered from cells to their new strides, if their memory layout changes."""
     gathered_strides: dict[ArgumentName, tuple[int, ...]] = {}
     for name, index in named_refs(captured.calls[op]):
         value = captured.values[index]
@@ -83,11 +82,11 @@ def _gathered_strides(
 
 
 def is_triable(op: Op, call: Call) -> bool:
-    """Return whether a trial can run an op: it is PyTorch's own, local, and draws no random numbers."""
+    """Return whether a trial can run an op: it is PyTorch's, local, and without random numbers."""
     is_plain = isinstance(call.func, OpOverload) and call.func.namespace == "aten" and call.rehearse is None
     return is_plain and not op.random and not op.communicates
 
 
 def _misalignment(value: Value) -> int:
-    """Return a value's byte offset from a cache line, which may change a library's order of additions."""
+    """Return how many bytes a value begins after a cache line, which may change the order of additions."""
     return value.offset * value.dtype.itemsize % SMALL_ALIGNMENT

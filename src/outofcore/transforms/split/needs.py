@@ -43,7 +43,7 @@ class SplitNeeds:
         }
 
     def _lines_of_cuttable(self) -> dict[int, Lines]:
-        """Return the storages that may be cut, each as an array in which each of its tensors is a rectangular range."""
+        """Map each storage that may be split to an array layout in which its tensors are rectangles."""
         graph = self.graph
         values_by_storage: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):
@@ -82,7 +82,7 @@ class SplitNeeds:
         return self._splits[op]
 
     def _is_sliceable(self, op: int, split: OpSplit) -> bool:
-        """Return whether views of slices exist for all tensors that a split cuts."""
+        """Return whether every tensor that a split cuts can be sliced by a view."""
         call = self.captured.calls[op]
         for name, cut in split.argument_cuts.items():
             index = ref_at(call, name).value
@@ -107,7 +107,7 @@ class SplitNeeds:
         return prod(value.shape) * value.dtype.itemsize
 
     def whole_bytes(self, op: int) -> int:
-        """Return the bytes that an unsplit op needs, without constants; of cuttable storages, only accessed bytes."""
+        """Return the bytes that an unsplit op needs; counts only accessed parts of storages that may be split."""
         storages = self.graph.storages
         accessed: dict[int, int] = {}
         for index in dict.fromkeys(values_of(self.captured.calls[op])):
@@ -123,7 +123,7 @@ class SplitNeeds:
         return self._workspaces.get(self.graph.ops[op].family, 0)
 
     def part_bytes(self, op: int, split: OpSplit, parts: int) -> int:
-        """Return the bytes that the largest of ``parts`` parts of an op needs, without constants."""
+        """Return the bytes that the largest of ``parts`` parts of an op needs."""
         storages = self.graph.storages
         part_length = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
         accessed: dict[int, int] = {}
@@ -146,7 +146,7 @@ class SplitNeeds:
         return int(cut_bytes + sum(accessed.values()))
 
     def accesses(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut | None]]:
-        """Yield the index and the cut of each value that a split op accesses; the cut is None for a whole value."""
+        """Yield the index of each value that a split op accesses, and how it is cut (None: not at all)."""
         call = self.captured.calls[op]
         for name, index in named_refs(call):
             if name[0] not in split.shape_only:
@@ -156,18 +156,18 @@ class SplitNeeds:
                 yield index, split.result_cuts.get(place)
 
     def cut_values(self, op: int, split: OpSplit) -> Iterator[tuple[int, Cut]]:
-        """Yield the index and the cut of each value on a cuttable storage that a split cuts."""
+        """Yield the index and the cut of each value that a split cuts, on storages that may be divided."""
         for index, cut in self.accesses(op, split):
             if cut is not None and self.values[index].storage in self.lines:
                 yield index, cut
 
     def axis(self, index: int, cut: Cut) -> int:
-        """Return the first line of the axis along which a cut slices a value's storage; -1 if there is no such axis."""
+        """Return the array dimension at which the axis of a cut begins in a value's storage; -1 for no axis."""
         run = Axes.lines_of_dims(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
     def uses(self, op: int, split: OpSplit, storages: Set[int]) -> SplitUses:
-        """Return a split op's accesses to ``storages``, and the bytes of gapped slices that it copies from the rest."""
+        """Return how a split op accesses ``storages``, and the bytes that it copies from other storages."""
         written = self.graph.ops[op].mutates
         cells: list[tuple[int, int, int]] = []
         copied = 0

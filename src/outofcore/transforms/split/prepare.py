@@ -25,7 +25,7 @@ _LOSSES: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 2, _aten.nll_l
 
 
 def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[Captured, list[ExactnessCheck]]:
-    """Split large backward passes of norms into two ops; return the step and the exactness checks of these ops."""
+    """Split large backward passes of norms into two ops each; return the step and the exactness checks it needs."""
     graph = captured.graph
     pairs: list[tuple[Op, Call]] = []
     kept_checks: list[ExactnessCheck] = []
@@ -44,7 +44,7 @@ def split_norms(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[
 
 
 def shrink_losses(captured: Captured, max_bytes: int) -> Captured:
-    """Gather the targets' log-probabilities before large losses, so that losses read fewer bytes; bits stay equal."""
+    """Let large losses read only the log-probabilities of the targets, which a new op gathers."""
     graph, values = captured.graph, list(captured.values)
     storages = list(graph.storages)
     pairs: list[tuple[Op, Call]] = []
@@ -58,7 +58,7 @@ def shrink_losses(captured: Captured, max_bytes: int) -> Captured:
 
 
 def _shrink_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]) -> list[tuple[Op, Call]] | None:
-    """Return the ops that replace a loss, or None to keep it; add their storages and values to the lists."""
+    """Return ops that compute a loss from only the targets' log-probabilities; None to keep the loss."""
     rank = _LOSSES.get(call.func) if isinstance(call.func, OpOverload) else None
     if rank is None or call.kwargs:
         return None

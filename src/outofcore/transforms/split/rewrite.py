@@ -62,7 +62,7 @@ class StepBuilder:
         self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
 
     def build(self) -> Captured:
-        """Return the split step; raise ``LimitError`` for too many ops, ``UnfitError`` for an impossible cut."""
+        """Return the split step; raises ``LimitError`` for too many ops, ``UnfitError`` if a split is impossible."""
         rows: list[list[OpPiece]] = []
         for op in self.captured.graph.ops:
             choice = self.chosen.get(op.id)
@@ -90,7 +90,7 @@ class StepBuilder:
         )
 
     def _build_whole(self, op: Op) -> OpPiece:
-        """Build an unsplit op; add ops that gather its arguments from cells and copy its results to cells."""
+        """Build an unsplit op, with ops that join its divided arguments and divide its results."""
         piece = self.writer.begin(op)
         call, cuts = self.captured.calls[op.id], self.cell_map.cuts
         if not any(s in cuts for s in op.touched):
@@ -145,7 +145,7 @@ class StepBuilder:
         return piece
 
     def _build_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
-        """Build part ``number`` of an op; add ops that gather its arguments and store its results."""
+        """Build part ``number`` of an op, with ops that copy its arguments and results where necessary."""
         if choice.split.is_update:
             return self._build_update_part(op, choice, number)
         if choice.split.is_lookup:
@@ -198,7 +198,7 @@ class StepBuilder:
         return piece
 
     def _gather_arguments(self, op: Op, split: OpSplit, written: frozenset[str], low: int, high: int) -> _Arguments:
-        """Gather the arguments of the part ``low:high``; ``written`` names arguments that the op writes in place."""
+        """Return the arguments of the part ``low:high``; ``written`` names arguments that the op writes in place."""
         arguments = _Arguments()
         for name, index in named_refs(self.captured.calls[op.id]):
             old = self.captured.values[index]
@@ -217,7 +217,7 @@ class StepBuilder:
         return arguments
 
     def _shape_argument(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
-        """Return a value of which only the layout is read: one of ``results``, or a new one, added to ``reads``."""
+        """Return a value for an argument of which only the shape is read: an equal result, or new empty memory."""
         for index in results:
             if index is not None and self.writer.values[index].has_same_layout(shape_value):
                 return self.writer.values[index]
@@ -229,6 +229,7 @@ class StepBuilder:
         return empty
 
     def _build_update_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
+        """Build the optimizer update of one range of a parameter."""
         piece = self.writer.begin(op)
         split, call = choice.split, self.captured.calls[op.id]
         whole: Any = call.func
@@ -260,7 +261,7 @@ class StepBuilder:
         return piece
 
     def _build_lookup_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
-        """Build ops that look up indices in a slice of a table; the first and last part raise for invalid indices."""
+        """Build ops that look up indices in one slice of an embedding table and merge the rows into the result."""
         piece = self.writer.begin(op)
         call, (low, high) = self.captured.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
@@ -271,6 +272,7 @@ class StepBuilder:
         indices = self.writer.gather_argument(op, named["indices"].value, None, 0, 0)
         from_low = self._add_op(op, _aten.sub.Scalar, (indices, low), indices.shape, indices.dtype)
         last = number == len(choice.ends) - 2
+        # Without the outer bounds, the first and the last part raise for invalid indices.
         bounds = (0 if number else None, None if last else high - low - 1)
         clamped = self._add_op(op, _aten.clamp.default, (from_low, *bounds), indices.shape, indices.dtype)
         index: Any = call.results[0]
@@ -298,7 +300,7 @@ class StepBuilder:
         return piece
 
     def _rebase_indices(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
-        """Add ops that compute ``rebase_indices`` on a value, given by index; return the new indices."""
+        """Add ops that make table indices relative to the slice ``low:high``; return the new indices."""
         indices = self.writer.gather_argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
@@ -310,7 +312,7 @@ class StepBuilder:
     def _add_op(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
-        """Add an op for ``like`` with one contiguous result of this shape and data type; return the result."""
+        """Add a helper op for the op ``like``, with one contiguous result; return the result."""
         result = Value(
             self.writer.new_storage(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
             dtype,
@@ -333,7 +335,7 @@ class StepBuilder:
         return Value(-1, value.dtype, shape, stride)
 
     def _fake_results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
-        """Return the layout and storage bytes of each result of a part, from a run on fake tensors."""
+        """Run a part on fake tensors; return the layout and storage bytes of each result."""
         args, kwargs = self._place_arguments(func, call, named, refs=False)
         texts: tuple[Any, dict[str, Any]] = _layout_texts((args, kwargs))
         key = family_text(str(func), texts[0], texts[1], [])
@@ -357,7 +359,7 @@ class StepBuilder:
     def _place_arguments(
         self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return ``named`` as positional and keyword arguments of ``call``; ``refs`` replaces values by refs."""
+        """Return the positional and keyword arguments for ``call``; ``refs`` replaces values by references."""
 
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value
@@ -366,7 +368,7 @@ class StepBuilder:
 
 
 def _order_depth_first(pieces: Sequence[OpPiece]) -> list[OpPiece]:
-    """Order pieces by their dependencies; of all pieces that can run, take one of the latest op first."""
+    """Return pieces in an order that respects their dependencies and prefers pieces of later ops."""
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     successors: list[list[int]] = [[] for _ in pieces]

@@ -32,7 +32,7 @@ Rule = Callable[[CallView], list[OpSplit]]
 
 
 def splits_of(call: Call, values: Sequence[Value]) -> list[OpSplit]:
-    """Return an op's splits into at least two parts, the preferred one first; [] if it must stay whole."""
+    """Return the possible splits of an op, the preferred one first; [] if it must stay whole."""
     func = call.func
     if not isinstance(func, OpOverload):
         return []
@@ -72,7 +72,7 @@ def _single_dim(dim: int) -> Cut:
 
 
 def _split_elementwise(view: CallView) -> list[OpSplit]:
-    """Return the splits along each dimension of the result, and along its merged leading dimensions."""
+    """Split an elementwise op along each dimension of its result, and along its merged leading dimensions."""
     written = written_arguments(view.func, view.named)
     results = view.results()
     tensors = view.tensors()
@@ -115,7 +115,7 @@ def _independent_dims_rule(
     whole: Sequence[str] = (),
     adjust: Callable[[tuple[int, int]], Adjust | None] = lambda run: None,
 ) -> Rule:
-    """Return a rule that cuts ``arguments`` and all results along the same dimensions.
+    """Return a rule that splits an op along dimensions that all results and ``arguments`` share.
 
     ``dims`` lists the ranges to cut; ``whole`` arguments stay uncut; ``adjust`` makes the ``Adjust`` for a range."""
 
@@ -141,7 +141,7 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists ranges of dims: each dim but the op's ``dim``, and all dims before it as one."""
+    """Return a function that lists ranges of dimensions to split along: all without the op's own ``dim``."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -157,7 +157,7 @@ def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
 
 
 def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists each dimension of an argument, as a range, except the last ``spatial`` ones."""
+    """Return a function that lists the dimensions of an argument, as ranges, without the last ``spatial`` ones."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -167,7 +167,7 @@ def _dims_before_spatial(argument: str, spatial: int) -> Callable[[CallView], li
 
 
 def _resizing(name: str, dim: str = "") -> Callable[[tuple[int, int]], Adjust]:
-    """Return a function from merged dimensions to an ``Adjust``, which sets the argument ``name`` to a part's sizes."""
+    """Return a function that maps a range of dimensions to an ``Adjust`` that sets a part's sizes in ``name``."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -181,18 +181,18 @@ def _resize(named: dict[str, Any], low: int, high: int, *, name: str, dim: str, 
 
 
 def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tuple[int, int]) -> None:
-    """Renumber the argument ``dim`` after the dimensions ``run``, if they come before it, were merged into one."""
+    """Renumber the argument ``dim`` after the dimensions in the range ``run`` were merged into one."""
     if named[dim] >= run[1]:
         named[dim] -= run[1] - run[0] - 1
 
 
 def _renumbering(run: tuple[int, int]) -> Adjust | None:
-    """Return the function that renumbers ``dim`` for merged dimensions ``run``; None for a single dimension."""
+    """Return the ``Adjust`` that renumbers ``dim`` for merged dimensions; None if they are a single dimension."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
 def _scale_numbers(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
-    """Set the arguments named in ``sizes`` to these multiples of the part's length."""
+    """Set arguments to multiples of a part's length; ``sizes`` has the factors by name."""
     named.update({name: (high - low) * size for name, size in sizes.items()})
 
 
@@ -225,7 +225,7 @@ def _split_reduction(view: CallView) -> list[OpSplit]:
 
 
 def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Sequence[str]) -> Rule:
-    """Return a rule that splits a layer norm along its leading dimensions, or its weight gradients by columns."""
+    """Return a rule that splits a layer norm by its leading dimensions, or its weight gradients by columns."""
 
     def rule(view: CallView) -> list[OpSplit]:
         value = view.value(argument)
@@ -242,7 +242,7 @@ def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Seque
 
 
 def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str]) -> list[OpSplit]:
-    """Return the split of a layer norm's scale and offset gradients by columns, or []."""
+    """Split a layer norm's weight and bias gradients by columns; [] if it normalizes several dimensions."""
     last = len(value.shape) - 1
     if len(view.named["normalized_shape"]) != 1:
         return []
@@ -262,7 +262,7 @@ def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str
 
 
 def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
-    """Return a rule that splits a matrix product by batch, rows or columns; ``added`` names a tensor added to it."""
+    """Return a rule that splits a matrix product by batch, rows or columns; ``added`` names an argument to add."""
 
     def rule(view: CallView) -> list[OpSplit]:
         first, second, result, addend = (
@@ -343,7 +343,7 @@ def _set_padding(named: dict[str, Any], low: int, high: int, *, padding: int) ->
 
 
 def _is_known_convolution(view: CallView, argument: str) -> bool:
-    """Return whether a convolution has a batch dimension and each option has one number per spatial dimension."""
+    """Return whether a convolution has a batch dimension, and options for each spatial dimension."""
     value, weight = view.value(argument), view.value("weight")
     lists = (view.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
     spatial = 0 if weight is None else len(weight.shape) - 2
@@ -356,7 +356,7 @@ def _is_known_convolution(view: CallView, argument: str) -> bool:
 
 
 def _split_convolution(view: CallView) -> list[OpSplit]:
-    """Split a convolution by samples, by planes along its first spatial dimension, or by output channels."""
+    """Split a convolution by samples, by its first spatial dimension, or by output channels."""
     first, weight, result = view.value("input"), view.value("weight"), view.result()
     if first is None or weight is None or result is None or not _is_known_convolution(view, "input"):
         return []
@@ -382,7 +382,7 @@ def _split_convolution(view: CallView) -> list[OpSplit]:
 
 
 def _split_convolution_backward(view: CallView) -> list[OpSplit]:
-    """Split a backward pass that computes only the input gradient, or only weight and bias gradients."""
+    """Split a convolution's backward pass; [] if it computes input and weight gradients at once."""
     if view.value("grad_output") is None or not _is_known_convolution(view, "input"):
         return []
     computed = [bool(flag) for flag in view.named["output_mask"]]
@@ -392,7 +392,7 @@ def _split_convolution_backward(view: CallView) -> list[OpSplit]:
 
 
 def _split_input_gradient(view: CallView) -> list[OpSplit]:
-    """Split a convolution's input gradient by samples, planes or input channels."""
+    """Split a convolution's input gradient by samples, by its first spatial dimension, or by input channels."""
     first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
     if first is None or weight is None or gradient is None:
         return []
@@ -558,7 +558,7 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding(view: CallView) -> list[OpSplit]:
-    """Split a lookup by its indices, or by slices of the table."""
+    """Split an embedding lookup by its indices, or by rows of the table."""
     indices = view.value("indices")
     if indices is None or not indices.shape:
         return []
@@ -571,7 +571,7 @@ def _split_embedding(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding_backward(view: CallView) -> list[OpSplit]:
-    """Split a table's gradient by columns or by rows."""
+    """Split the gradient of an embedding table by columns or by rows."""
     gradient = view.value("grad_output")
     if gradient is None:
         return []
@@ -595,7 +595,7 @@ _EXCLUDED = -1  # an excluded index
 def rebase_indices(
     indices: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]
 ) -> T:
-    """Subtract ``low`` from table indices with ``run``; set ``left_out`` and indices outside of ``low:high`` to -1."""
+    """Make table indices relative to the slice ``low:high``; indices outside of it and ``left_out`` become -1."""
     from_low = run(_aten.sub.Scalar, (indices, low))
     is_outside = run(_aten.ne.Tensor, (from_low, run(_aten.clamp.default, (from_low, 0, high - low - 1))))
     rebased_indices = run(_aten.masked_fill.Scalar, (from_low, is_outside, _EXCLUDED))
@@ -614,7 +614,7 @@ def _rebase_arguments(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _split_concatenation(view: CallView) -> list[OpSplit]:
-    """Split a concatenation along each dimension except the joined one."""
+    """Split a concatenation along each dimension except the concatenated one."""
     tensors, result = view.tensors(), view.result()
     if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
         return []

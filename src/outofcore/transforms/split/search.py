@@ -34,7 +34,7 @@ _NEGLIGIBLE = 32
 
 
 class SplitSearch:
-    """Chooses splits of all ops that need more than ``max_bytes``; with ``parts``, of every op that can be split."""
+    """Chooses splits of all ops that need more than ``max_bytes``; with ``parts``, of all that can be split."""
 
     def __init__(self, needs: SplitNeeds, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
@@ -44,7 +44,7 @@ class SplitSearch:
         self._ends: dict[int, tuple[int, ...]] = {}
 
     def choose(self) -> dict[int, ChosenSplit]:
-        """Return the chosen splits by op. Set ``axes`` and ``cuts`` of the storages that these splits divide."""
+        """Choose splits and return them by op; sets ``axes`` and ``cuts``, which divide the storages."""
         dropped: set[int] = set()
         whole: set[int] = set()
         while True:
@@ -64,7 +64,7 @@ class SplitSearch:
         return self.parts is not None or self.needs.whole_bytes(op) > self.max_bytes
 
     def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
-        """Return ops that may be split, except ``dropped``, and storages that may get cells, except ``whole``."""
+        """Return the ops and storages that may be split, except ``dropped`` ops and ``whole`` storages."""
         graph = self.graph
         ops = {
             op.id for op in graph.ops if op.id not in dropped and self._must_split(op.id) and self.needs.splits(op.id)
@@ -93,7 +93,7 @@ class SplitSearch:
         return self.parts is not None or self.graph.storages[storage].bytes * WORTH_FRACTION > self.max_bytes
 
     def _choose_splits(self, ops: Sequence[int], storages: Set[int]) -> dict[int, OpSplit]:
-        """Choose the split of each op: parts that fit into ``max_bytes`` if possible, then few copied bytes."""
+        """Choose a split for each op: first, parts fit into ``max_bytes`` if possible; then, few bytes are copied."""
 
         def excess(op: int, split: OpSplit) -> int:
             min_bytes = self.needs.part_bytes(op, split, min(MOST_PARTS, split.extent))
@@ -115,12 +115,12 @@ class SplitSearch:
         return {op: splits[op][position] for op, position in positions.items()}
 
     def _has_one_axis(self, storage: int) -> bool:
-        """Return whether a storage is cut along one axis only; ops split along another axis then copy it."""
+        """Return whether to divide a storage along only one axis."""
         # With several axes all ops copy. With one, parts along another axis access all cells, which must be resident.
         return self.graph.storages[storage].bytes <= self.max_bytes and storage not in self.needs.ranged
 
     def _choose_part_counts(self, splits: Mapping[int, OpSplit], storages: set[int]) -> dict[int, int]:
-        """Return a number of parts for each op: enough for ``max_bytes``, and equal for neighbours on an axis."""
+        """Return the number of parts of each op: enough for ``max_bytes``, and no fewer than its neighbours have."""
         counts: dict[int, int] = {}
         for op, split in splits.items():
             if self.parts is not None:
@@ -157,7 +157,7 @@ class SplitSearch:
     def _place_cuts(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Set all cuts and return None; if some do not fit, add storages to ``whole`` and return ops to drop."""
+        """Divide the storages and return None; if that fails, extend ``whole`` and return the ops to drop."""
         starts: dict[int, set[int]] = {}
         for op, split in splits.items():
             for index, cut in self.needs.cut_values(op, split):
@@ -206,7 +206,7 @@ class SplitSearch:
     def _align_with_neighbours(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], units: Mapping[int, int]
     ) -> dict[int, OpSplit]:
-        """Give neighbours on an axis a common grain, in ``units``, if it allows enough parts; return all splits."""
+        """Return the splits, with common multiples for cuts of ops that share an axis of a storage if possible."""
         group = {op: op for op in splits}
 
         def root(op: int) -> int:
@@ -242,7 +242,7 @@ class SplitSearch:
         }
 
     def _unfit_to_gather(self, split_ops: Iterable[int]) -> set[int]:
-        """Return cut storages that unsplit ops must not read as gathered copies, because their bits would change."""
+        """Return divided storages that unsplit ops cannot read as gathered copies without a change of bits."""
         storages: set[int] = set()
         for op, check in checks_of_gathered(self.captured, self.cell_map(), split_ops):
             if check.key in self.refused or not is_triable(op, check.call):
@@ -251,7 +251,7 @@ class SplitSearch:
         return storages
 
     def _is_placeable(self, op: int, split: OpSplit, ends: Sequence[int]) -> bool:
-        """Return whether each part's slice of each storage with axes is a box and has strides in a copy of it."""
+        """Return whether every part of a split accesses boxes of the divided storages, with regular strides."""
         for index, cut in self.needs.cut_values(op, split):
             value = self.values[index]
             axes, place = self.axes.get(value.storage), self.needs.places[index]
@@ -265,7 +265,7 @@ class SplitSearch:
         return True
 
     def _set_cuts(self, splits: Mapping[int, OpSplit]) -> None:
-        """Cut storages at the edges of the boxes that parts and whole ops access."""
+        """Divide storages at the borders of the boxes that ops and their parts access."""
         ends_by_storage: dict[int, list[set[int]]] = {
             s: [{0, size} for size in axes.sizes] for s, axes in self.axes.items()
         }
@@ -310,9 +310,9 @@ class SplitSearch:
         self.cuts = {s: cuts for s, cuts in self.cuts.items() if any(len(ends) > 2 for ends in cuts)}
 
 
-def _has_box(axes: Axes, place: PlacedWindow, value: Value) -> bool:
-    box = axes.box_of(place)
-    return box is not None and axes.strides(place, value.shape, box) is not None
+def _has_box(axes: Axes, window: PlacedWindow, value: Value) -> bool:
+    box = axes.box_of(window)
+    return box is not None and axes.strides(window, value.shape, box) is not None
 
 
 def _is_pointwise(call: Call) -> bool:

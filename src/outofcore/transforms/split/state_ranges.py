@@ -23,13 +23,15 @@ from outofcore.transforms.split.ways import Cut, OpSplit
 from outofcore.units import PAGE_BYTES
 
 
-def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return optimizer state and too large parameters (with ``parts``: any) to fetch in ranges from ``home`` bytes."""
+def find_ranged_storages(
+    captured: Captured, max_bytes: int, parts: int | None, home_bytes: int | None
+) -> frozenset[int]:
+    """Return the optimizer state and parameters to fetch in ranges from a home of ``home_bytes``."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:
         bound.setdefault(captured.values[binding.value].storage, []).append(binding)
-    free_bytes = inf if home is None else home
+    free_bytes = inf if home_bytes is None else home_bytes
     free_bytes -= sum(slot_bytes(s.bytes) for s in graph.storages if s.arrives or s.id in graph.outputs)
     ranged: set[int] = set()
     for storage, bindings in sorted(bound.items(), key=lambda item: (-graph.storages[item[0]].bytes, item[0])):
@@ -44,7 +46,7 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
             or any(graph.ops[op].communicates for op in uses)
         ):
             continue
-        is_updated_once = len(uses) == 1 and can_update_by_ranges(captured, uses[0], home)
+        is_updated_once = len(uses) == 1 and can_update_by_ranges(captured, uses[0], home_bytes)
         is_too_large = parts is not None or count + count // WORTH_FRACTION > max_bytes
         kind = bindings[0].kind
         if (kind is StorageKind.OPTIMIZER_STATE and is_updated_once) or (
@@ -55,20 +57,20 @@ def find_ranged_storages(captured: Captured, max_bytes: int, parts: int | None, 
     return frozenset(ranged)
 
 
-def can_update_by_ranges(captured: Captured, op: int, home: int | None) -> bool:
-    """Return whether an op is an optimizer update that can run range by range; False if ``home`` is 0."""
+def can_update_by_ranges(captured: Captured, op: int, home_bytes: int | None) -> bool:
+    """Return whether an op is an optimizer update that can run range by range; False if ``home_bytes`` is 0."""
     call = captured.calls[op]
     return (
         isinstance(call.func, OptimizerUpdate)
         and call.func.can_update_ranges()
         and traits_of(captured.device).updates_ranges
-        and home != 0
+        and home_bytes != 0
         and call.args[1][0] is not None
     )
 
 
 def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
-    """Return the split of an update into ranges of elements, or [] if it must stay whole."""
+    """Return the split of an optimizer update into ranges of elements; [] if it must stay whole."""
     named = [(name, captured.values[index]) for name, index in named_refs(captured.calls[op])]
     whole = named[0][1]
     cut = Cut((0, len(whole.shape)))
@@ -91,7 +93,7 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return both outer ends, and inner ends that are page-aligned and far enough apart; a unit has ``size`` bytes."""
+    """Return ``ends`` without inner ends that are not page-aligned or too close together."""
     page_aligned = [0]
     for end in ends[1:-1]:
         is_far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES

@@ -38,7 +38,7 @@ def split_step(
 ) -> SplitStep:
     """Split ops that need more than ``max_bytes`` bytes, where possible.
 
-    ``refused`` are keys of checks with a mismatch. With ``parts``, every op that can be split is split into this many
+    ``refused`` are keys of failed exactness checks. With ``parts``, every op that can be split is split into this many
     parts, even a small one. Storages below ``min_bytes`` stay whole; so does a step that would exceed ``limit`` ops.
     ``workspaces`` are known scratch bytes of whole ops, by family. ``home`` is the capacity in bytes of the first home
     (None: unlimited), where cut parameters and optimizer state are between steps; with 0 updates stay whole.

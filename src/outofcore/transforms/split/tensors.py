@@ -17,12 +17,12 @@ def refs_of(call: Call) -> list[Ref]:
 
 
 def values_of(call: Call) -> list[int]:
-    """Return the indices of a call's arguments, then of its results."""
+    """Return the value indices of a call's arguments, then of its results."""
     return [*(ref.value for ref in refs_of(call)), *(value for value in call.results if value is not None)]
 
 
 def named_refs(call: Call) -> list[tuple[ArgumentName, int]]:
-    """Return the tensor arguments of a call, each with the index of its value."""
+    """Return the name and the value index of each tensor argument of a call."""
     func = call.func
     if not isinstance(func, OpOverload):
         return [(("", place), ref.value) for place, ref in enumerate(refs_of(call))]
@@ -36,7 +36,7 @@ def named_refs(call: Call) -> list[tuple[ArgumentName, int]]:
 
 
 def with_tensors(named: Mapping[str, Any], tensors: Mapping[ArgumentName, Any]) -> dict[str, Any]:
-    """Return a copy of arguments by name with tensors or values instead of refs."""
+    """Return ``named`` with references to tensors replaced by ``tensors``."""
     replaced = dict(named)
     for name, item in named.items():
         if (name, -1) in tensors:
@@ -55,7 +55,7 @@ def ref_at(call: Call, name: ArgumentName) -> Ref:
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return strides of a tensor of ``shape`` without gaps, with dimensions ordered in memory as by ``stride``."""
+    """Return the strides of a tensor of ``shape`` without gaps; ``stride`` sets the order of its dimensions."""
     strides = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

@@ -30,7 +30,7 @@ class Cut:
         return low * self.scale - self.before, high * self.scale + self.after
 
     def part_shape(self, shape: Sequence[int], low: int, high: int) -> tuple[int, ...]:
-        """Return the shape of the slice for a part of the op, which may reach beyond the edges."""
+        """Return the shape of a tensor's slice for a part of the op."""
         first, last = self.ends(low, high)
         return (*shape[: self.dims[0]], last - first, *shape[self.dims[1] :])
 
@@ -67,7 +67,7 @@ class OpSplit:
         return self.is_lookup or self.is_update
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the ends of up to ``parts`` parts, in multiples of ``unit``; doubling ``parts`` keeps these ends."""
+        """Return the ends of up to ``parts`` parts, each a multiple of ``unit``."""
         parts = min(parts, self.extent // self.min_length)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:
@@ -78,6 +78,7 @@ class OpSplit:
         while grain > 1 and count // grain < parts:
             grain //= 2
         blocks = -(-count // grain)
+        # Twice as many parts have all these ends, too.
         ends = {min(blocks * part // parts * grain, count) * unit for part in range(parts + 1)}
         return tuple(sorted(ends))
 
@@ -93,7 +94,7 @@ class ChosenSplit:
 
 @dataclass(frozen=True)
 class CallView:
-    """A call as a split rule sees it: arguments by name, and values instead of tensors."""
+    """A call as a split rule sees it: arguments by name, with ``Value`` descriptions instead of tensors."""
 
     func: OpOverload
     call: Call

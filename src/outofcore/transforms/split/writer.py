@@ -39,7 +39,7 @@ class UnfitError(Exception):
 
 
 def require(item: T | None, op: Op) -> T:
-    """Return an item; raise ``UnfitError`` for the op if it is None."""
+    """Return an item; raises ``UnfitError`` for the op if it is None."""
     if item is None:
         raise UnfitError(op.id)
     return item
@@ -86,7 +86,7 @@ class StepWriter:
         return len(self.storages) - 1
 
     def _cell(self, storage: int, box: Box) -> int:
-        """Return the storage of a cell; create it at the first call."""
+        """Return the storage of a cell (a box of a divided storage); create it at the first call."""
         if (storage, box) not in self._cells:
             old = self.storages[storage]
             size = old.bytes // prod(self.cell_map.axes[storage].sizes)
@@ -110,7 +110,7 @@ class StepWriter:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add a part of ``like`` if ``name`` is given, else a helper op; raise ``LimitError`` above ``limit`` ops."""
+        """Add a part of the op ``like``, or a helper op if ``name`` is empty; raises ``LimitError`` above the limit."""
         creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
@@ -142,14 +142,13 @@ class StepWriter:
         self.emit(like, call, (), [value.storage])
 
     def copy(self, like: Op, target: Value, source: Value) -> None:
-        """Add a copy from ``source`` to ``target``, which may be a part of its storage."""
         whole = covers(target, self.storages[target.storage].bytes)
         reads = [source.storage] if whole else [source.storage, target.storage]
         args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a cell or copy that holds a box of a cut storage, zero outside of it; keep a ``reusable`` copy."""
+        """Return a storage with the contents of a box: a cell, or a copy from several cells."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole_box())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
@@ -175,7 +174,7 @@ class StepWriter:
         return gathered
 
     def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
-        """Add copies of a box, which is in the storage ``source``, to all cells that it intersects."""
+        """Add ops that copy a box, stored in ``source``, to all cells that it overlaps."""
         written: set[int] = set()
         for cell in cells(self.cell_map.cuts[storage], box):
             part = clip_box(cell, box)
@@ -204,7 +203,7 @@ class StepWriter:
         self.whole_boxes = {key: entry for key, entry in self.whole_boxes.items() if key[0] != storage}
 
     def gather_argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
-        """Return a value, or its slice for the part ``low:high``; add ops that gather or copy it if necessary."""
+        """Return an argument, or its slice for the part ``low:high``; add ops that copy it if necessary."""
         value, cell_map = self.captured.values[index], self.cell_map
         storage = value.storage
         if storage in cell_map.cuts:
@@ -243,7 +242,7 @@ class StepWriter:
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return the value index of a part's result: the whole value, a cell, or new memory, added to ``unplaced``."""
+        """Return the index of the value that a part writes; add it to ``unplaced`` if it must be copied later."""
         old, (value, count) = self.captured.values[index], layout_and_bytes
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
@@ -266,7 +265,7 @@ class StepWriter:
         return self.index_of(result)
 
     def store_result(self, op: Op, index: int, cut: Cut | None, result: Value, low: int, high: int) -> None:
-        """Add ops that copy a part's result to its cells, or to its slice of the whole result."""
+        """Add ops that copy a part's result to its place in the whole result."""
         old, cell_map = self.captured.values[index], self.cell_map
         storage = old.storage
         if storage not in cell_map.cuts:
@@ -290,7 +289,7 @@ class StepWriter:
         self.whole_boxes[storage, box] = source.storage, op.id
 
     def store_written(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
-        """Add ops that copy an argument written in place back to the memory that it was gathered from."""
+        """Add ops that copy an argument written in place back to the memory that it was copied from."""
         old, cell_map = self.captured.values[index], self.cell_map
         self.forget(old.storage)
         if part.storage == old.storage:
@@ -309,6 +308,6 @@ def _window_value(storage: int, dtype: torch.dtype, window: TensorWindow) -> Val
 
 
 def _flat_layout(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of contiguous memory that contains a box."""
+    """Return the shape and strides of contiguous memory that contains exactly a box."""
     window = window_within(box, box)
     return window.shape, window.stride
