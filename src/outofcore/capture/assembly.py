@@ -42,7 +42,7 @@ class StepEnding:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: StepEnding) -> Captured:
-    """Build a ``Captured`` from a trace, without unused ops. Raise ``CaptureError`` if two gradients get one name."""
+    """Build the ``Captured`` of a traced step, without unused ops."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _drop_idle_ops(tables.ops, outputs, tables.optional_ops)
@@ -86,7 +86,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Remove unused storages and values, and renumber the rest. ``replacements`` maps storages to substitutes."""
+    """Return a copy of a capture without unused storages and values; first replace storages by ``replacements``."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -145,7 +145,7 @@ def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = Non
 def _drop_idle_ops(
     ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]
 ) -> list[tuple[Op, Call]]:
-    """Drop unused ATen ops that have no side effects, and unused ops with an index in ``optional``."""
+    """Remove ops with unused results: ATen ops without side effects, and ops with an index in ``optional``."""
     used = set(outputs)
     wanted_ops: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):
@@ -165,7 +165,7 @@ def _bind_states(
     ending: StepEnding,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
-    """Return bindings of the mirror's states and gradients that the step uses, then all ``optimizer_states``.
+    """Return bindings of the parameters, buffers and gradients that the step uses, then ``optimizer_states``.
 
     Also return a dict from a mirror entry's number (states first, then gradients) to its index in that list.
     """
@@ -188,7 +188,7 @@ RunOp = Callable[..., torch.Tensor]
 
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> StepEnding:
-    """Return a step's results and gradients, and record the copies needed at its end; may raise ``CaptureError``."""
+    """Read a step's results and gradients, and record the copy ops that must follow its last op."""
     _check_requires_grad(mirror)
     _restore_storages(mirror, tables, guard, run)
     if mirror.sharding is not None:
@@ -228,7 +228,7 @@ def _check_requires_grad(mirror: Mirror) -> None:
 
 
 def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Record ops that copy replaced parameters and buffers to their old storages. Refuse other shapes and dtypes."""
+    """Record copies of replaced parameters and buffers into their old storages; refuse a changed shape or dtype."""
     moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
@@ -259,7 +259,7 @@ def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) 
 
 
 def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: RunOp) -> None:
-    """Add new gradients and gradientless parameters to ``ending``. Copy gradients in shared or older storages."""
+    """Add the step's new gradients, and the parameters that have no gradient, to ``ending``."""
     claimed: set[int] = set()
     for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
@@ -289,7 +289,7 @@ def _read_gradients(ending: StepEnding, mirror: Mirror, tables: Tables, run: Run
 
 
 def _output_leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
-    """Describe one result of the step; copy it if it is a new view of an older storage. Refuse unsupported results."""
+    """Describe one result of the step: a constant, an input, a state or a new value."""
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(

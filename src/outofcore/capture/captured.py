@@ -46,7 +46,7 @@ class Value:
         return (self.dtype, self.shape, self.stride) == (other.dtype, other.shape, other.stride)
 
     def merge_dims(self, dims: tuple[int, int]) -> Value | None:
-        """Merge dimensions ``dims[0]`` to ``dims[1] - 1`` into one; return None if their strides do not allow it."""
+        """Return the value with dimensions ``range(*dims)`` merged into one; None if its strides do not allow it."""
         first, end = dims
         long_dims = [d for d in range(first, end) if self.shape[d] != 1] or [end - 1]
         if any(self.stride[a] != self.stride[b] * self.shape[b] for a, b in pairwise(long_dims)):
@@ -154,7 +154,7 @@ class Captured:
     effects: tuple[Effect, ...] = ()  # changes of Python objects, to repeat after each run
 
     def can_share_plan(self, other: Captured) -> bool:
-        """Return whether one plan can run both captures: equal ops, storages and bindings; constants may differ."""
+        """Return whether a plan for this capture can also run ``other``."""
 
         def facts(captured: Captured) -> tuple[object, ...]:
             ops = [replace(op, source="", family="") for op in captured.graph.ops]
@@ -168,7 +168,7 @@ class Captured:
         return self.exact.get(storage, self.graph.storages[storage].bytes)
 
     def align_to(self, alignment: int) -> Captured:
-        """Return a copy in which storages that stay below 64 KiB are rounded up to multiples of ``alignment`` bytes."""
+        """Return a copy with the sizes of small storages rounded up to multiples of ``alignment`` bytes."""
         # Kernels may depend on pointer alignment, and another kernel may give other bits.
         exact = {s.id: s.bytes for s in self.graph.storages if not is_large(round_up(s.bytes, alignment))}
         storages = tuple(
@@ -179,7 +179,7 @@ class Captured:
 
 
 def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """Return a copy of a capture with the ops and calls of ``pairs``, and number the ops in this order."""
+    """Return a copy of a capture with other ops and calls, numbered in the order of ``pairs``."""
     op_calls = list(pairs)
     graph = captured.graph
     ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(op_calls))

@@ -26,7 +26,7 @@ class CapturesByReads:
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """Return (signature, "") of a fitting or first capture, or a new signature and the change that requires it."""
+        """Return the signature of the capture to run, and the change that requires a new capture, if any."""
         snapshots = self._snapshots.get(signature)
         if not snapshots:
             return signature, ""
@@ -43,7 +43,7 @@ class CapturesByReads:
         return signature._replace(capture=self._count), first_change
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Add a capture; yield the signatures of captures dropped for it. The caller must exhaust the iterator."""
+        """Add a capture; yield the signature of each old capture that this drops. Callers must exhaust the iterator."""
         of_inputs = signature._replace(capture=0)
         snapshots = self._snapshots.setdefault(of_inputs, {})
         self._changes.setdefault(of_inputs, deque(maxlen=_RECENT_CALLS))

@@ -53,7 +53,7 @@ class SavedContainer:
         return cls(label, live, _copy(live))
 
     def has_changed(self) -> bool:
-        """Return whether items were added or removed since the copy, or replaced by other objects."""
+        """Return whether items were added, removed or replaced since the copy was made."""
         live, before = self.live, self.before
         if len(live) != len(before):
             return True
@@ -106,15 +106,15 @@ def _describe_position(iterator: Iterator[Any]) -> Any:
 Effect = Callable[[], None]
 
 
-def effect_of(container: SavedContainer, without: Iterable[Any] = ()) -> Effect | None:
-    """Return a function that repeats a container's change, or None if unchanged. Skip dict keys in ``without``."""
+def effect_of(container: SavedContainer, ignored_keys: Iterable[Any] = ()) -> Effect | None:
+    """Return a function that repeats a container's changes; None if there are no changes."""
     live, before, after = container.live, container.before, _copy(container.live)
     if isinstance(live, dict):
-        gone = set(before).difference(after, without)
+        gone = set(before).difference(after, ignored_keys)
         new = {
             key: value
             for key, value in dict.items(after)
-            if dict.get(before, key, before) is not value and key not in without
+            if dict.get(before, key, before) is not value and key not in ignored_keys
         }
         if not gone and not new:
             return None
@@ -152,7 +152,7 @@ def _assign_items(live: Any, items: Any) -> None:
 
 
 def contains_fake(value: Any, depth: int = 4) -> bool:
-    """Return whether a value holds a fake tensor, ``depth`` levels deep, outside of modules and large containers."""
+    """Return whether a value contains a fake tensor; search at most ``depth`` levels deep."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
@@ -188,7 +188,7 @@ class ReachableState:
         self._seen.update((id(obj), obj) for obj in objects)
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Record up to 100,000 containers, and the variables and iterators, that (label, value) pairs lead to."""
+        """Record the containers, variables and iterators that can be reached from (label, value) pairs."""
         self._stack += values
         while self._stack and len(self.containers) < _MAX_CONTAINERS:
             label, value = self._stack.pop()
@@ -236,7 +236,7 @@ class ReachableState:
             yield from self._visit_object(label, value)
 
     def _visit_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Record an object's attributes and slots. Yield (label, value) of each, and of its class and base classes."""
+        """Record an object's attributes, and yield (label, value) of each attribute and each of its classes."""
         kind = type(value)
         if origin_of(str(kind.__module__)) is Origin.OTHER:
             return
@@ -256,7 +256,7 @@ class ReachableState:
             yield from ((f"{label}[{key!r}]", item) for key, item in dict.items(value))
 
     def _visit_class(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """Record the variables of a user's class. Yield (label, value) of each, and of its methods."""
+        """Record the variables of a user's class, and yield (label, value) of each variable and method."""
         if not _is_user_module(str(kind.__module__)):
             return
         for name, item in list(vars(kind).items()):
@@ -267,7 +267,7 @@ class ReachableState:
                 yield from self._visit_variable(f"{kind.__qualname__}.{name}", read, write)
 
     def _visit_function(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        """Record a function's closure, attributes and globals; yield them, its defaults and the function it wraps."""
+        """Record a function's variables, and yield (label, value) of each object that it refers to."""
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             yield wrapped.__qualname__ if hasattr(wrapped, "__qualname__") else "", wrapped

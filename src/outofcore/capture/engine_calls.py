@@ -38,7 +38,7 @@ class _Layers:
         self._layers = (*self._layers, layer)
 
     def remove(self, layer: Layer) -> bool:
-        """Remove a layer. If no layer is left, restore the entry points and return True."""
+        """Remove a layer; after the last one, restore the engine's entry points and return True."""
         self._layers = tuple(added for added in self._layers if added is not layer)
         if not self._layers:
             for owner, name, plain in self._plain:
@@ -53,7 +53,8 @@ _lock = threading.RLock()  # reentrant: garbage collection may end an abandoned 
 
 @contextlib.contextmanager
 def wrap_engine_calls(layer: Layer) -> Iterator[None]:
-    """Route calls of the autograd engine through ``layer``. Contexts may end in any order and any thread."""
+    """Route calls of the autograd engine through ``layer`` within this context."""
+    # Contexts may end in any order and in any thread.
     with _lock:
         if not _installed:
             _installed.append(_Layers())

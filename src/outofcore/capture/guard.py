@@ -22,7 +22,7 @@ from outofcore.errors import CaptureError, InputError
 
 
 def step_functions(step: Any) -> Iterator[FunctionType]:
-    """Yield a step's Python function (of an object, ``__call__``), and then each function that it wraps."""
+    """Yield a step's Python function, then the function that it wraps, and so on."""
     while step is not None:
         if isinstance(step, partial | functools.partialmethod):
             step = step.func
@@ -37,7 +37,7 @@ def step_functions(step: Any) -> Iterator[FunctionType]:
 
 
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
-    """Refuse uninitialised modules. If ``is_captured``, also refuse lazy, TorchScript and otherwise unusual modules."""
+    """Refuse uninitialised modules; for a captured step, also lazy and TorchScript modules."""
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
             if all(isinstance(vars(module).get(name), dict) for name in _MODULE_TABLES):
@@ -58,8 +58,8 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
                 )
             if is_captured:
                 raise CaptureError(
-                    f"{label} keeps its parameters, buffers or submodules otherwise than torch.nn.Module does: the "
-                    "capture would miss changes to them; keep them as torch.nn.Module does"
+                    f"{label} does not store its parameters, buffers and submodules as torch.nn.Module does: the "
+                    "capture would miss changes to them; store them in the dicts _parameters, _buffers and _modules"
                 )
 
 
@@ -75,7 +75,7 @@ def check_shapes(path: str, module: nn.Module) -> None:
 
 
 def _modules_of(module: nn.Module, path: str, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of a module and its submodules, each once, even if they are uninitialised."""
+    """Yield (path, module) of a module and all of its submodules, without repeats."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -218,7 +218,7 @@ class Guard:
     def _check_module(
         self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
     ) -> tuple[Effect, ...]:
-        """Return functions that repeat attribute changes. Refuse changes of parameters, submodules or buffer names."""
+        """Return functions that repeat the step's changes of attributes; refuse a replaced parameter or submodule."""
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]

@@ -77,7 +77,7 @@ class KernelLayouts:
         kwargs: dict[str, Any],
         result: Any,
     ) -> Any:
-        """Return ``result`` with the layouts that ``call`` gives on zeros, if it can run; cached by ``family()``."""
+        """Return ``result`` with the layouts that the real kernel gives; unchanged if the kernel cannot be run."""
         arguments = leaves_in((args, kwargs))
         results = [result] if isinstance(result, torch.Tensor) else result
         if not isinstance(results, list | tuple) or not _may_differ(func, arguments, results):
@@ -96,7 +96,7 @@ class KernelLayouts:
 
 
 def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether a kernel's results may have other layouts than the fakes, and the kernel can run now."""
+    """Return whether fake results may have wrong layouts, and running the kernel can correct them."""
     name = func._schema.name
     if name in _TRUSTED or not all(traits_of(tensor.device).computes_in_capture for tensor in arguments):
         return False
@@ -110,7 +110,7 @@ def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[A
 
 
 def has_default_strides(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is contiguous, with default strides also in dimensions of size 1."""
+    """Return whether a tensor has the strides of a newly allocated tensor of its shape."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:
@@ -122,7 +122,7 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 def _run_on_zeros(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[TensorLayout | None, ...] | None:
-    """Run a kernel on zeros. Return the layout of each result, None if it shares memory; None if the kernel fails."""
+    """Run a kernel on zeros, and return the layouts of its results; None if it cannot run."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}

@@ -108,9 +108,9 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator on known values, to be run later; mark the ``written`` tensors of others as unknown.
+        """Record an operator on known values; for any other operator, mark the ``written`` tensors as unknown.
 
-        The operator does not read ``overwritten`` tensors. Raise ``CaptureError`` if it writes into a lent array.
+        ``overwritten`` tensors are not read. Raise ``CaptureError`` if the operator writes to an array from ``lend``.
         """
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
@@ -193,7 +193,7 @@ class KnownValues:
         return entry if (storage_key(tensor), _layout(tensor)) == (entry.key, entry.layout) else None
 
     def _add(self, tensor: torch.Tensor) -> int:
-        """Return the key of a tensor's value; register a new tensor first."""
+        """Return the number of a tensor's value; register the tensor if it is new."""
         entry = self._find(tensor)
         if entry is None:
             entry = _KnownTensor(tensor, storage_key(tensor), _layout(tensor), self._places)
@@ -241,7 +241,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the CPU, outside of all modes, with meta tensors for ``_ShapeOnly`` placeholders."""
+    """Run an operator on the CPU, outside of all PyTorch modes; ``_ShapeOnly`` arguments become meta tensors."""
     cpu = torch.device("cpu")
     kwargs = {name: item for name, item in kwargs.items() if name != "pin_memory"}
     if func._schema.name in _BY_SHAPE:

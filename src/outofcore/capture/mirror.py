@@ -94,7 +94,7 @@ class Mirror:
         self.by_real: dict[int, MirroredState] = {}  # states, by the id of the user's tensors
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Make and register fakes of the models' parameters and buffers, and of other parameters of optimizers."""
+        """Create a fake tensor for each parameter and buffer of the models and optimizers."""
         entries: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in states_of(models, optimizers):
             entries.setdefault(id(entry[3]), entry)
@@ -113,7 +113,7 @@ class Mirror:
             self._add_state(key, name, kind, real)
 
     def _make_fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake of a tensor and its gradient on the step's device. Refuse a view on another device."""
+        """Return a fake of a tensor on the step's device, with a fake of its gradient."""
         device = self._tables.device
         if real.is_meta:
             return self._fake_of_meta(real)
@@ -185,7 +185,7 @@ class Mirror:
     def _add_shard(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, sharding: Sharding, shard: Shard
     ) -> None:
-        """Register a sharded parameter and any gradient of it, and record the ops that gather them."""
+        """Register a sharded parameter and its gradient, if any, and record the ops that gather both."""
         fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirror_state(key, name, kind, real, fake)
@@ -227,7 +227,7 @@ class Mirror:
         return tree_unflatten([self._mirror_argument(i, names[i], leaf) for i, leaf in enumerate(leaves)], spec)
 
     def _mirror_argument(self, index: int, name: str, leaf: Any) -> Any:
-        """Return a tensor argument's fake, registered as an input; return plain constants, and refuse other objects."""
+        """Return the fake of a tensor argument; return a plain constant unchanged."""
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_leaf(leaf):
                 raise CaptureError(
@@ -253,7 +253,7 @@ class Mirror:
         return [m.real for m in (*self.states, *self.gradients.values())]
 
     def inputs_sharing_memory(self) -> dict[int, MirroredInput]:
-        """Map storage numbers to the inputs that share real memory with another input, parameter or buffer."""
+        """Return the inputs that share memory with another input, parameter or buffer, by storage number."""
         owners = Counter(storage_key(t) for t in (*self.real_tensors(), *(entry.real for entry in self.inputs)))
         return {
             self._tables.storage_of(entry.fake): entry
@@ -265,7 +265,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield (key, name, kind, tensor) of models' parameters, their buffers and optimizers' parameters; some repeat."""
+    """Yield (key, name, kind, tensor) of all parameters and buffers; the same tensor may come several times."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():
@@ -319,7 +319,7 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise CaptureError(
             f"{name} is a sparse, quantised, conjugate or negated tensor: its bytes alone do not define its values; "
-            "make it dense, with resolve_conj() if it is complex"
+            "convert it first, with to_dense(), dequantize(), resolve_conj() or resolve_neg()"
         )
 
 

@@ -129,7 +129,7 @@ def family_text(name: str, args: Any, kwargs: dict[str, Any], values: list[Value
 
 
 def _argument_text(item: Any, values: list[Value]) -> str:
-    """Format an argument for a family; describe tensors by their metadata."""
+    """Format an argument for the text key of ops with equal costs; for a tensor, format its metadata."""
     if isinstance(item, Ref):
         return value_text(values[item.value])
     if isinstance(item, list | tuple):
@@ -156,7 +156,7 @@ Repair = Callable[[Arguments, list[Any]], list[Any]]
 
 
 def _repair_result(func: OpOverload, arguments: Arguments, result: Any) -> Any:
-    """Correct fake results that have other metadata than the kernel's; set those outside of the output mask to None."""
+    """Correct fake results to match the real kernel; results that the output mask leaves out become None."""
     tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
@@ -186,7 +186,7 @@ def _mask_argument(func: OpOverload) -> str:
 
 
 def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
-    """Build the results of an operator with a slow or failing fake kernel; None for other operators or arguments."""
+    """Build fake results for an operator with a slow or wrong fake kernel; None for all other operators."""
     if func._schema.name == "aten::_conj" and not isinstance(arguments["self"], torch.Tensor):
         # The kernel turns a number into a tensor and returns its lazy conjugate. The fake omits the conjugate.
         return torch.empty((), dtype=torch.complex128).conj()
@@ -202,7 +202,7 @@ def _build_result(func: OpOverload, arguments: Arguments) -> torch.Tensor | tupl
 
 
 def _batch_norm_result(arguments: Arguments) -> tuple[torch.Tensor | None, ...] | None:
-    """Build the results of batch normalization or its backward; None outside of training or for unusual tensors."""
+    """Build fake results of batch normalization or its backward; None for unsupported arguments."""
     # The fakes are decomposed into dozens of ops, which takes fifty times as long.
     data, tensors = arguments["input"], [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     channels = data.shape[1:2]
@@ -224,7 +224,7 @@ def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor
 
 
 def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
-    """Build the result of ``_grouped_mm``, a matrix product per group; raise ``RuntimeError`` for misfit arguments."""
+    """Build the fake result of ``_grouped_mm``; raise ``RuntimeError`` for arguments that do not fit together."""
     # See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
     left, right, offsets = arguments["self"], arguments["mat2"], arguments.get("offs")
     if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
@@ -241,7 +241,8 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
     groups = [*([] if offsets is None else offsets.shape), *left.shape[:-2], *right.shape[:-2]]
     if len(set(groups)) > 1:
         raise RuntimeError(
-            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; pass offsets and factors for equally many"
+            f"_grouped_mm was given {' and '.join(map(str, groups))} groups; pass offsets and factors for the "
+            "same number of groups"
         )
     shape = [left.shape[-2], right.shape[-1]]
     if left.ndim == right.ndim:
@@ -255,7 +256,7 @@ def _grouped_mm_result(arguments: Arguments) -> torch.Tensor:
 
 
 def wrap_exact(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Return an operator, or a wrapper where a replay would differ, for example without the capture's ``autocast``."""
+    """Return a function that repeats an operator exactly; ``func`` itself if it needs no wrapper."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
@@ -318,7 +319,7 @@ def _empty_with_layout(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[i
 
 
 def _make_statistics_float32(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Make batch normalization's saved statistics float32 if the input has half precision and a parameter float32."""
+    """Make the saved statistics of mixed-precision batch normalization float32."""
     parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
         parameter is not None and parameter.dtype == torch.float32 for parameter in parameters
@@ -328,7 +329,7 @@ def _make_statistics_float32(arguments: Arguments, results: list[Any]) -> list[A
 
 
 def _enlarge_results(count: Callable[[Arguments], int], *indices: int) -> Repair:
-    """Return a repair that enlarges the storages of results at ``indices`` to ``count(arguments)`` elements."""
+    """Return a function that enlarges the storages of results at ``indices`` to ``count(arguments)`` elements."""
 
     def repair(arguments: Arguments, results: list[Any]) -> list[Any]:
         for index in indices:
@@ -349,7 +350,7 @@ def _loss_elements(arguments: Arguments) -> int:
 
 
 def _correct_lstm_workspace(arguments: Arguments, results: list[Any]) -> list[Any]:
-    """Correct the size of the workspace of mkldnn's LSTM, its last result, by running the kernel once on zeros."""
+    """Correct the size of an LSTM's workspace by running the mkldnn kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -390,7 +391,7 @@ def _correct_generator_device(arguments: Arguments, results: list[Any]) -> list[
 
 @functools.lru_cache(maxsize=16)
 def _device_without_dropout(device: torch.device) -> torch.device:
-    """Run efficient attention without dropout, and return the device of its random state; the CPU without CUDA."""
+    """Return the device where efficient attention without dropout creates its random seed."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     with real_tensors(), DisableTorchFunction(), torch.no_grad():

@@ -107,10 +107,10 @@ class StateLayouts:
         grads: Sequence[TensorShape | None],
         ranges: Sequence[TensorShape] | None = None,
     ) -> list[StateLayout]:
-        """Return the layouts of the state that each member (group index, parameter) has after two steps.
+        """Return the layout of the optimizer state of each member (group index, parameter).
 
-        Existing state is reused; state on another device than the step's is left out. ``ranges`` are the updated
-        shapes, by default the parameters'. Raises ``CaptureError`` for hidden tensors, or if the step fails on fakes.
+        State on another device than the step's is left out. ``ranges`` are the shapes to update, by default those of
+        the parameters. Raises ``CaptureError`` if the optimizer's step fails on fakes or creates unsupported state.
         """
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
         shapes = ranges or [shape_of(parameter) for _, parameter in members]
@@ -129,7 +129,7 @@ class StateLayouts:
         shapes: Sequence[TensorShape],
         entries: Sequence[dict[str, Any]],
     ) -> list[StateLayout]:
-        """Run two optimizer steps on fakes, and return the layouts of the state; raise ``CaptureError`` on failure."""
+        """Run two optimizer steps on fake tensors, and return the layouts of the resulting state."""
         optimizer = self._optimizer
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _StubValues():
             leaves: list[tuple[int, torch.Tensor]] = []
@@ -163,7 +163,7 @@ class StateLayouts:
         ]
 
     def _make_fake(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
-        """Return a fake of a state tensor, on the device where the step will have it. Copy any other value."""
+        """Return a fake of a state tensor, on its device during the step; for any other value, a copy."""
         if isinstance(value, torch.Tensor):
             # Moments move with their parameter, even if only one of the two is on the device now. So does a step count,
             # unless the optimizer keeps it on the CPU.
@@ -175,7 +175,7 @@ class StateLayouts:
         return copy.deepcopy(value)
 
     def _planned_tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
-        """Return the layouts of state tensors on the step's device. Refuse nested tensors, and keys other than text."""
+        """Return the layouts of the state tensors that are on the step's device; refuse nested tensors."""
         tensors: dict[str, TensorShape] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
@@ -245,11 +245,11 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def replace_steps(self, report_written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-        """In this context, record each ``optimizer.step()`` and pass fakes that it may write to ``report_written``."""
+        """Record each ``optimizer.step()`` in this context; pass all fakes that it may change to ``report_written``."""
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
-            """In the capturing thread, refuse an optimizer that was not given, or a saved reference to ``step``."""
+            """Refuse a ``step`` that is not recorded: of an unknown optimizer, or through a saved reference."""
             if not is_capturing():
                 return
             name = type(optimizer).__name__
@@ -273,7 +273,7 @@ class StepRecorder:
             yield
 
     def _recording_step(self, index: int, report_written: Callable[[list[torch.Tensor]], None]) -> Callable[..., None]:
-        """Return a ``step`` that records the update of the optimizer with this index, and refuses closures."""
+        """Return a replacement for ``step`` that records the update of optimizer ``index``."""
 
         def step(closure: Any = None) -> None:
             if closure is not None:
@@ -328,7 +328,7 @@ class StepRecorder:
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: MirroredState) -> int | None:
-        """Return the value index of a parameter's gradient, or None without one. Refuse a sparse gradient."""
+        """Return the value index of a parameter's gradient, or None if it has no gradient; refuse a sparse gradient."""
         with DisableTorchFunction():
             grad = state.fake.grad
         if grad is None:
@@ -376,7 +376,7 @@ class StepRecorder:
     def _bind_states(
         self, pending: _PendingUpdate, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
-        """Register the state tensors of an update. Return its members, and per member its state's value indices."""
+        """Register an update's state tensors; return its members, and the value indices of each member's state."""
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
@@ -430,7 +430,7 @@ class StepRecorder:
         return value
 
     def _complete_op(self, pending: _PendingUpdate, update: OptimizerUpdate, states: list[list[int]]) -> None:
-        """Give a recorded update op its call, its family, and the storages that it reads and mutates."""
+        """Complete a recorded update op: set its call, its cost family and the storages that it uses."""
         values = self._tables.values
         params = [state.persistent[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
@@ -466,7 +466,7 @@ def call_of_update(update: OptimizerUpdate, args: UpdateArguments) -> Call:
 
 
 def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, values: Sequence[Value]) -> str:
-    """Return a text key of settings and tensor metadata, which is equal for updates of equal cost."""
+    """Return a text key that is equal for updates of equal cost."""
     texts = ",".join(
         f"{value_text(values[p.value])}:{'-' if g is None else value_text(values[g.value])}:"
         + "+".join(value_text(values[ref.value]) for ref in states)
@@ -478,7 +478,7 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings_text(update: OptimizerUpdate) -> str:
-    """Format the group settings that kernels depend on, except rates. Numbers appear only as zero or nonzero."""
+    """Format the settings of an update's parameter groups that affect which kernels run."""
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
     for index in groups:
@@ -489,7 +489,7 @@ def _settings_text(update: OptimizerUpdate) -> str:
 
 
 def _setting_text(value: object) -> str | None:
-    """Format one setting, a number only as zero or nonzero; return None for types that no kernel depends on."""
+    """Format one optimizer setting; None for a type that no kernel depends on."""
     match value:
         case None | bool() | str():
             return str(value)

@@ -45,7 +45,7 @@ class UpdatePiece:
 
 
 def pieces_of(optimizer: Optimizer, group: int, whole: UpdatePiece) -> list[UpdatePiece]:
-    """Return the pieces of a parameter's update; the whole if it is short, or pieces could change the bits."""
+    """Divide a parameter's update into pieces; return ``[whole]`` if it must not be divided."""
     if not _can_be_cut(optimizer, optimizer.param_groups[group], whole):
         return [whole]
     count = whole.parameter.numel()
@@ -73,7 +73,7 @@ def _updates_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
 
 
 def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: UpdatePiece) -> bool:
-    """Return whether a parameter is long enough to update in pieces, and pieces give the same bits."""
+    """Return whether a parameter's update can be divided into pieces without changing its bits."""
     parameter, gradient = whole.parameter, whole.gradient
     if (
         parameter.numel() < 2 * PIECE_ELEMENTS
@@ -148,23 +148,23 @@ def is_torch_optimizer(optimizer: Optimizer) -> bool:
 
 
 def run_shadow(
-    optimizer: Optimizer, leaves: Sequence[tuple[int, torch.Tensor]], entries: Sequence[dict[str, Any]]
+    optimizer: Optimizer, parameters: Sequence[tuple[int, torch.Tensor]], states: Sequence[dict[str, Any]]
 ) -> Optimizer:
-    """Step a copy of an optimizer on ``leaves`` (group index, parameter) with state ``entries``; return the copy."""
+    """Run one step of a copy of an optimizer on the given parameters and state, and return the copy."""
     kind = type(optimizer)
     shadow: Optimizer = object.__new__(kind)
     shadow.__dict__.update(optimizer.__dict__)
     shadow.__dict__.pop("step", None)
     shadow.__dict__.update(empty_step_hooks(optimizer))
     groups: dict[int, list[torch.Tensor]] = {}
-    for index, leaf in leaves:
+    for index, leaf in parameters:
         groups.setdefault(index, []).append(leaf)
     shadow.param_groups = [{**optimizer.param_groups[index], "params": members} for index, members in groups.items()]
     shadow.state = defaultdict(dict)
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             shadow.state[key] = value
-    for (_, leaf), entry in zip(leaves, entries, strict=True):
+    for (_, leaf), entry in zip(parameters, states, strict=True):
         if entry:  # else the optimizer initialises the state
             shadow.state[leaf] = entry
     with torch.no_grad():
@@ -195,7 +195,7 @@ class OptimizerUpdate:
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def can_update_ranges(self) -> bool:
-        """Return whether this updates one whole parameter, and updating it in ranges gives the same bits."""
+        """Return whether this updates a single parameter, and can do so range by range with the same bits."""
         if len(self.members) != 1:
             return False
         (member,) = self.members
@@ -228,7 +228,7 @@ class OptimizerUpdate:
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors in the members' state; for custom classes also in shared state, settings and attributes."""
+        """Yield the tensors inside the optimizer that this update may use."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))
@@ -278,7 +278,7 @@ class OptimizerUpdate:
         state_exists: list[list[bool]],
         unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Update all members, in pieces if possible. Return the last shadow, and state without a planned tensor."""
+        """Update all members by steps of optimizer copies; return the last copy, and state without a planned tensor."""
         pieces: list[UpdatePiece] = []
         rows = zip(self.members, params, grads, states, state_exists, unplaced_entries, strict=True)
         for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
@@ -298,7 +298,7 @@ class OptimizerUpdate:
     def _step(
         self, pieces: Sequence[UpdatePiece], state_exists: list[list[bool]], unplaced: list[dict[str, Any]]
     ) -> Optimizer:
-        """Step a shadow on ``pieces``, and return it; put state without a planned tensor into ``unplaced``."""
+        """Update ``pieces`` with a copy of the optimizer; put state without a planned tensor into ``unplaced``."""
         leaves = [as_leaf(piece.parameter, piece.gradient) for piece in pieces]
         entries: list[dict[str, Any]] = []
         for piece in pieces:
@@ -325,7 +325,7 @@ class OptimizerUpdate:
         device: torch.device,
         user_state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Copy new state from ``entries`` into ``tensors``; return the rest. Require recapture if layouts differ."""
+        """Copy a member's new state into its planned tensors; return the remaining entries."""
         for name, tensor in zip(member.names, tensors, strict=True):
             created = entries.setdefault(name, _MISSING)
             if created is None or created is _MISSING:
@@ -342,7 +342,7 @@ class OptimizerUpdate:
         return entries
 
     def _require_recapture(self, member: Member, name: str) -> None:
-        """Set ``needs_recapture``, as state ``name`` has changed; raise ``StateError`` if this updates a range."""
+        """Request a new capture of the step; raise ``StateError`` if ``member`` is only a range of a parameter."""
         if member.start or not member.is_last:
             raise StateError(
                 f"{type(self.optimizer).__name__} has created state {name!r}, or changed its shape or dtype, since the "
@@ -380,7 +380,7 @@ class StateOrder:
         self._creates_state = False
 
     def begin(self, *, creates_state: bool) -> None:
-        """Record which state exists before a step. ``creates_state``: the step will create state tensors."""
+        """Record which optimizer state exists before a step, so that ``end`` can find new state."""
         self._before, self._creates_state = None, creates_state
         if creates_state or any(
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
@@ -494,7 +494,7 @@ class BoundUpdate:
             self._make_shadow()
 
     def _can_reuse_shadow(self) -> bool:
-        """Return whether calls can share a shadow: not with custom classes, cut parameters, or ranges but the last."""
+        """Return whether all calls can step the same copy of the optimizer."""
         update, groups = self._update, self._update.optimizer.param_groups
         rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
@@ -549,7 +549,7 @@ class BoundUpdate:
         )
 
     def _store_entries(self, user_entries: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Combine the user's state and the bound tensors into the shadow's state; store both for ``_is_unchanged``."""
+        """Set the shadow's state from the user's state and the bound tensors; keep both to detect later changes."""
         for leaf, entries, placed in zip(self._leaves, user_entries, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
         self._lengths = list(map(len, user_entries))
@@ -561,7 +561,7 @@ class BoundUpdate:
     def _copy_back(
         self, new_addresses: list[int], user_entries: list[dict[str, Any]], state: dict[Any, dict[str, Any]]
     ) -> None:
-        """Copy parameters and state that the step has replaced by new tensors into the bound tensors."""
+        """If the step has put new tensors in place of bound tensors, copy their values into the bound tensors."""
         for index, leaf in enumerate(self._leaves):
             if new_addresses[index] != self._addresses[index]:
                 self._params[index].copy_(leaf)
@@ -572,11 +572,11 @@ class BoundUpdate:
                     self._copy_replaced_state(index, created)
                     break
 
-    def _copy_replaced_state(self, place: int, created: dict[str, Any]) -> None:
-        """Copy a member's new state into its bound tensors; put other entries into the user's optimizer."""
-        update, member, param = self._update, self._update.members[place], self._params[place]
+    def _copy_replaced_state(self, index: int, created: dict[str, Any]) -> None:
+        """Copy a member's new optimizer state into its planned tensors."""
+        update, member, param = self._update, self._update.members[index], self._params[index]
         remaining = _without_missing(
-            update._store_state(member, dict(created), self._states[place], param.device, _NO_STATE)
+            update._store_state(member, dict(created), self._states[index], param.device, _NO_STATE)
         )
         if remaining:
             update.optimizer.state[member.parameter].update(remaining)

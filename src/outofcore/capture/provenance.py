@@ -85,7 +85,7 @@ def caller_line() -> str:
 
 
 def backward_line() -> str:
-    """Return ``file:line`` of a hook or ``Function`` of the user that autograd runs, or an empty string."""
+    """Return ``file:line`` of the user's hook or ``Function`` that autograd is running, or an empty string."""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BEGINS_BACKWARD:
             return ""
@@ -115,7 +115,7 @@ def called_from(*file_suffixes: str) -> bool:
 
 
 def innermost_code_in(package: str) -> CodeType | None:
-    """Return the code of the innermost frame in ``package``; None without one, or if a user's function is inside it."""
+    """Return the code of the innermost running function of ``package``; None if a user's function is deeper."""
     for frame in _frames():
         code = frame.f_code
         if package in code.co_filename:
@@ -136,7 +136,7 @@ def running_transform() -> str:
 
 
 def user_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its frames outside of the user's code, or None if no frame is left."""
+    """Return a traceback with only the frames of the user's code; None if no frame is left."""
     if traceback is None:
         return None
     inner = user_frames(traceback.tb_next)
@@ -146,7 +146,7 @@ def user_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def setting_line(name: str, functions: Iterable[Any]) -> str:
-    """Return ``file:line`` where functions first set ``name``, or else use it; empty if they do neither."""
+    """Return ``file:line`` where functions first assign ``name``; without an assignment, where they use it."""
     first_use = ""
     for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
@@ -175,7 +175,7 @@ def codes_of(function: Any) -> Iterator[CodeType]:
 
 
 def find_name_on_stack(tensor: torch.Tensor) -> str:
-    """Return a name that running code has for a tensor, such as ``average.n_averaged``, or an empty string."""
+    """Return the name of a tensor in the running functions, such as ``average.n_averaged``; empty if unknown."""
     path = ""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_PACKAGE):
@@ -272,7 +272,7 @@ class Provenance:
         return self._origin.get(node_sequence_number(node)) or ("", caller_line())
 
     def add_location(self, error: CaptureError) -> CaptureError:
-        """Return an error, with module and line of the forward op added if it was raised in the backward pass."""
+        """Add the forward op's module and line to an error of the backward pass; return any other error unchanged."""
         node = current_autograd_node()
         if node is None or len(self._running) != self._outside_backward[-1]:
             return error

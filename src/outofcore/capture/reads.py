@@ -76,7 +76,7 @@ class Names:
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
-    """Return the names that a code object loads or may look up, without its nested functions."""
+    """Return the names that a function's code may look up, not counting nested functions."""
     attributes, globals_, text, imports, matches = set[str](), set[str](), set[str](), set[str](), False
     for instruction in dis.get_instructions(code):
         name = instruction.argval
@@ -133,7 +133,7 @@ def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
 
 @functools.cache
 def origin_of(module: str) -> Origin:
-    """Classify a module by its name: its origin decides which values its code may read."""
+    """Classify a module by its name: as user code, as PyTorch, or as other code."""
     package = module.partition(".")[0]
     if package == "outofcore":
         return Origin.USER if module.startswith("outofcore.zoo") else Origin.OTHER
@@ -190,7 +190,7 @@ class Reads:
                 sys.setprofile(previous)
 
     def _record_frame(self, frame: FrameType) -> bool:
-        """Record the code of a called function. Return whether its next call must be reported too."""
+        """Record the code of a called function; return whether its later calls must be reported too."""
         code = frame.f_code
         if id(code) not in self.codes:
             origin = origin_of(str(frame.f_globals.get("__name__", "")))

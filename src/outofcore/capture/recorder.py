@@ -141,7 +141,7 @@ class OpRecorder(TorchDispatchMode):
             raise translation from error
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fakes and return its result. Record it as an op, unless it only makes views."""
+        """Run an operator on fake tensors and record it as an op, except for views; return its result."""
         node = current_autograd_node()
         tables = self._tables
         named = operators.arguments_by_name(func, args, kwargs)
@@ -205,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
     def _register_results(
         self, func: OpOverload, leaves: list[Any], module: str
     ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Register new storages; return them, and per result its value index, or None if its storage existed before."""
+        """Register an operator's new storages; return them, and the value index of each result (None for a view)."""
         tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
@@ -223,7 +223,7 @@ class OpRecorder(TorchDispatchMode):
     def _ignored_targets(
         self, func: OpOverload, arguments: list[tuple[str, int]], creates: tuple[int, ...]
     ) -> int | None:
-        """If this op sums ``cross_entropy`` weights, return the value index of the ignored targets' mask, else None."""
+        """If an op sums the weights of ``cross_entropy``, return the value index of its mask of ignored targets."""
         if "cross_entropy" not in self._user.current_function():
             return None
         storages = [self._tables.values[index].storage for _, index in arguments]
@@ -255,7 +255,7 @@ class OpRecorder(TorchDispatchMode):
         return reads, _without_duplicates(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
-        """Register a new tensor's storage and return its number. Refuse a large one on another device."""
+        """Register a new tensor's storage and return its number; refuse a large tensor on another device."""
         short = func._schema.name.partition("::")[2]
         storage = self._tables.add(tensor, StorageKind.ACTIVATION, " ".join(filter(None, (module, short))))
         count = self._tables.storages[storage].bytes
@@ -293,7 +293,7 @@ class OpRecorder(TorchDispatchMode):
                 )
 
     def _record_foreach(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a ``_foreach_`` operator as one op per tensor, so that fewer must be resident; return the results."""
+        """Record a ``_foreach_`` operator as a separate op for each tensor, and return its results."""
         split = operators.split_arguments(func, operators.arguments_by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
             raise refusal(
@@ -345,7 +345,7 @@ class OpRecorder(TorchDispatchMode):
         return returned
 
     def _record_collective(self, request: collectives.CollectiveRequest, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Append the op of a collective. ``tensors`` are its result and, if separate, its source."""
+        """Record a collective as an op on its result and, if that is separate, its source."""
         tables = self._tables
         self._known.forget(tensors[:1])
         values = [tables.value_of(tensor) for tensor in tensors]
@@ -371,7 +371,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _record_constant(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a small tensor made from Python data as a constant and an op that copies it; return the copy."""
+        """Record a small tensor of Python data as a constant; return a copy that a recorded op makes."""
         real: torch.Tensor = args[0]
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
@@ -399,7 +399,7 @@ class OpRecorder(TorchDispatchMode):
         return fake
 
     def _record_check(self, tensor: torch.Tensor, check: ValueCheck) -> bool:
-        """Record an op that runs ``check`` on ``tensor`` in each call of the step; return the value that passes."""
+        """Record an op that runs ``check`` on ``tensor`` in each call of the step; return the result of success."""
         module, source = self._provenance.locate_op()
         value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())
@@ -492,6 +492,8 @@ def record_generators(recorder: OpRecorder) -> Iterator[None]:
         record("restore", device, state.restore)
 
     def recording_seeder(seeder: Callable[[int], Any]) -> Callable[[int], torch.Generator]:
+        """Return a replacement for a PyTorch function that seeds generators; it records the seeding as an op."""
+
         def record_seed(seed: int) -> torch.Generator:
             number = int(seed)
 

@@ -64,7 +64,7 @@ def phase(model: DistributedDataParallel) -> tuple[bool, bool, bool]:
 
 
 def check_supported(models: Sequence[nn.Module]) -> None:
-    """Raise ``InputError`` for a wrapper that reduces gradients unlike a plain ``DistributedDataParallel``."""
+    """Raise ``InputError`` for a ``DistributedDataParallel`` with settings that the capture does not support."""
     for model in parallel_models(models):
         require(Feature.PARALLEL)
         for setting, path, plain in PARALLEL_SETTINGS:
@@ -166,7 +166,7 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._is_reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Broadcast buffers if needed, run the wrapped module, and prepare buckets if its gradients will be reduced."""
+        """Run the wrapped module; prepare the reduction of its gradients if the wrapper would reduce them."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._broadcast_buffers()
@@ -189,7 +189,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare_buckets(self) -> None:
-        """Assign the parameters to buckets for the next backward pass, in the gradients' recorded order if known."""
+        """Assign the parameters to the buckets in which their gradients will be reduced."""
         first, later = bucket_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
@@ -204,7 +204,7 @@ class _Replica:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
     def _add_gradient(self, index: int, fake: torch.Tensor) -> None:
-        """If this pass reduces, copy parameter ``index``'s gradient into its bucket; reduce full buckets in order."""
+        """Copy the gradient of parameter ``index`` into its bucket, and reduce the buckets that have become full."""
         if not self._is_armed:
             return
         if not self._arrived:
@@ -267,7 +267,7 @@ class _Bucket:
         return ((index, self._slice(index)) for index in self._members)
 
     def _slice(self, index: int) -> torch.Tensor:
-        """Return the bucket's view for the gradient of parameter ``index``, with the parameter's strides if dense."""
+        """Return a view of the bucket for the gradient of parameter ``index``."""
         if self._flat is None:
             raise RuntimeError(
                 "a bucket was read before a gradient arrived: this is a bug in outofcore; please report it"

@@ -79,7 +79,7 @@ class TracedShard:
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Return the value index of this process's part of a gradient; None if it was added to an earlier gradient."""
+        """Return the value index of this process's part of a gradient; None if it updates an existing gradient."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -116,7 +116,7 @@ class TracedShard:
         return row
 
     def _gradient_value(self, memory: torch.Tensor, start: int = 0) -> int:
-        """Return the value index of the range at element ``start`` of ``memory``; mark the storage as a gradient."""
+        """Return the value index of this process's range in ``memory``, and mark its storage as a gradient."""
         tables, shard = self.sharding.tables, self.shard
         storage = tables.storage_of(memory)
         entry = tables.storages[storage]
@@ -192,12 +192,11 @@ class Sharding:
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def add_gradient_hook(self, fake: torch.Tensor, shard: Shard | None, *, reduce_at_once: bool) -> None:
-        """Reduce the final gradient of ``fake`` by a hook. Queue it first if not sharded and not ``reduce_at_once``."""
+        """Add a hook to a parameter's fake that reduces each new gradient over all processes."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
         def reduce_gradient(parameter: torch.Tensor) -> None:
-            """Reduce the final gradient of a parameter, or queue it."""
             with torch.no_grad():
                 if shard is not None:
                     self._reduce(shard, parameter)

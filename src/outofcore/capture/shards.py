@@ -171,7 +171,7 @@ class Shards:
     # All processes at once
 
     def shard(self) -> None:
-        """Replace each parameter by this process's range of process 0's values. All processes call this together.
+        """Split all parameters over the processes, with the values of process 0. All processes call this together.
 
         Raises ``InputError`` if models differ, and ``StateError`` if a process cannot release a parameter's contents.
         """
@@ -206,7 +206,7 @@ class Shards:
         self.show_gradients()
 
     def gather(self) -> None:
-        """Give all parameters their whole contents again. All processes call this, while no tensor is in an arena.
+        """Restore the whole contents of all parameters. All processes call this, while no tensor is in an arena.
 
         Raises ``CommunicationError`` if another process has ended; ungathered parameters stay without contents.
         """
@@ -264,7 +264,7 @@ class Shards:
         return _SharedOutcome(self, action)
 
     def exchange_error(self, error: BaseException | None, action: str) -> None:
-        """Send ``error`` to all processes. Without one here, raise ``StateError`` if another could not ``action``."""
+        """Send ``error`` to all processes; raise ``StateError`` if another process has failed and this one has not."""
         texts: list[Any] = [None] * self.group.size()
         with translate_group_errors():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
@@ -312,7 +312,7 @@ class Shards:
         return facts
 
     def _keep_own_range(self, shard: Shard) -> None:
-        """Broadcast a parameter and its state from process 0; keep this process's ranges, and that of its gradient."""
+        """Broadcast a parameter and its optimizer state from process 0, and keep only this process's ranges."""
         original = shard.original
         if original is None:
             raise StateError(
@@ -338,7 +338,7 @@ class Shards:
         set_data(original, torch.empty(0, dtype=shard.dtype))
 
     def _make_whole(self, shard: Shard, original: nn.Parameter) -> None:
-        """Gather a parameter's contents, gradient and optimizer state, and give them to the user's parameter."""
+        """Restore the user's parameter, with its gradient and optimizer state, from the ranges of all processes."""
         parameter = shard.parameter
         gradient = None if shard.own_range.grad is None else self.assemble(shard, shard.own_range.grad.detach())
         whole = self.assemble(shard, shard.own_range.detach())

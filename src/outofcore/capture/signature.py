@@ -41,7 +41,7 @@ class Signature(NamedTuple):
 
 
 def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether tensor arguments have new sizes, and all but constants otherwise match a known signature."""
+    """Return whether a new signature differs from a known one only in tensor sizes and constants."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]
@@ -158,7 +158,7 @@ class Signer:
         return plain and not leaf.is_conj() and not leaf.is_neg() and leaf.data_ptr() != 0
 
     def _leaf(self, leaf: Any) -> Any:
-        """Return a tensor's metadata, a constant's class and value, or any other argument's class."""
+        """Return the facts of an argument that belong to a signature, such as a shape or a constant's value."""
         if isinstance(leaf, torch.Tensor):
             return (
                 leaf.shape,
@@ -175,7 +175,7 @@ class Signer:
     def describe_change(
         self, old: Signature, new: Signature, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
-        """Describe the first four differences of two signatures; ``args`` and ``kwargs`` name the new arguments."""
+        """Describe the first four differences between the signatures of two calls."""
         changes: list[str] = []
         if old.spec != new.spec or len(old.leaves) != len(new.leaves):
             changes.append("the structure of the arguments changed")

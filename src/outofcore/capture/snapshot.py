@@ -112,7 +112,7 @@ class Snapshot:
         return len(self._entries)
 
     def change(self) -> str | None:
-        """Describe the first value that has changed, or that there are too many to compare; None if all are equal."""
+        """Describe the first value that has changed since the snapshot; None if all values are equal."""
         if not self._is_whole:
             return f"the step can read more than {_MOST.entries} values, so that not all of them are compared"
         library, start, count = load_compare_library(), self._first_without_word, len(self._entries)
@@ -129,7 +129,7 @@ class Snapshot:
         return None
 
     def _compare_by_value(self, index: int) -> str | None:
-        """Describe how entry ``index`` has changed. If it is equal, store the new object and return None."""
+        """Describe how the value of entry ``index`` has changed; None if the new value is equal."""
         kind, owner, key, before, count, label = self._entries[index]
         match kind:
             case EntryKind.SIZE:
@@ -160,7 +160,7 @@ _Entry = tuple[EntryKind, Any, Any, Any, int, str]
 
 
 def _current_value(kind: EntryKind, owner: Any, key: Any) -> Any:
-    """Read the current value of an entry; return ``_ABSENT`` without one."""
+    """Return the current value of an entry, or ``_ABSENT`` if it has been removed."""
     if kind is EntryKind.ITEM:
         return dict.get(owner, key, _ABSENT)
     if kind is EntryKind.CELL:
@@ -172,7 +172,7 @@ def _current_value(kind: EntryKind, owner: Any, key: Any) -> Any:
 
 
 def _is_equal(before: Any, now: Any) -> bool:
-    """Return whether two values are the same object or equal plain values. Two distinct tensors never are."""
+    """Return whether two values are the same object or equal plain values."""
     if before is now:
         return True
     if type(before) is not type(now):
@@ -226,6 +226,7 @@ class _ValueWalk:
         self._seen: dict[int, Any] = {}
         self._functions: set[int] = set()  # ids of code with a function that was found
         self._classes: set[type] = set()
+        # Value, label, and whether keys of dicts inside it are left out if the step's code does not contain them.
         self._stack: list[tuple[Any, str, bool]] = []
 
     # Entries
@@ -236,7 +237,7 @@ class _ValueWalk:
     def _add_value(
         self, kind: EntryKind, owner: Any, key: Any, value: Any, label: str, *, only_named_keys: bool = False
     ) -> None:
-        """Record a value and queue its contents; with ``only_named_keys``, of dicts only the keys in the code."""
+        """Record a value, and queue it so that its contents are searched later."""
         if isinstance(value, torch.Tensor) and not (kind is EntryKind.CELL or isinstance(value, nn.Parameter)):
             return  # the entry would keep it alive, and a tensor must be an argument
         self._add_entry(kind, owner, key, value, label)
@@ -313,7 +314,7 @@ class _ValueWalk:
                     self._add_entry(EntryKind.ITEM, module_globals, name, _ABSENT, label)
 
     def _visit_parts(self, value: Any, label: str, *, only_named_keys: bool) -> None:
-        """Record and queue a value's contents by type; with ``only_named_keys``, of dicts only keys in the code."""
+        """Record or queue the contents of a value, as its type requires."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value, label)
         elif isinstance(value, types.MethodType):
@@ -347,7 +348,7 @@ class _ValueWalk:
                 self._visit_instance(value, label)
 
     def _visit_function(self, function: types.FunctionType, label: str) -> None:
-        """Record the closure and defaults of a function that has run, and the attributes of any function."""
+        """Record a function's attributes and, if the function has run, its closure and defaults."""
         if id(function.__code__) in self._codes:
             self._functions.add(id(function.__code__))
             for name in _FUNCTION_PARTS:
@@ -359,7 +360,7 @@ class _ValueWalk:
             self._visit_dict(function.__dict__, label, self._user_names)
 
     def _visit_module(self, module: types.ModuleType, label: str) -> None:
-        """Record a module's attributes under names that the code loads. Skip modules of the standard library."""
+        """Record each attribute of a module with a name that the step's code loads."""
         origin = origin_of(module.__name__)
         if origin is Origin.OTHER and module.__name__.partition(".")[0] in sys.stdlib_module_names:
             return
@@ -370,7 +371,7 @@ class _ValueWalk:
                 self.enqueue(value, f"{label}.{name}")
 
     def _visit_class(self, kind: type) -> None:
-        """Record a class's attributes under names that the code loads. Skip classes that hold no user values."""
+        """Record each attribute of a class with a name that the step's code loads."""
         if kind in self._classes or origin_of(str(kind.__module__)) is Origin.OTHER:
             return
         self._classes.add(kind)
@@ -382,7 +383,7 @@ class _ValueWalk:
             )
 
     def _visit_instance(self, value: Any, label: str) -> None:
-        """Record attributes of an object and its classes under names that the code loads; queue submodules."""
+        """Record each attribute of an object and its classes with a name that the step's code loads."""
         kind = type(value)
         origin = origin_of(str(kind.__module__))
         is_module = isinstance(value, nn.Module)
@@ -411,7 +412,7 @@ class _ValueWalk:
     def _visit_dict(
         self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, only_named_keys: bool = False
     ) -> None:
-        """Record a ``__dict__``'s entries under ``names`` (all if None); ``only_named_keys`` is for dicts in them."""
+        """Record the entries of a ``__dict__`` under the given names; without ``names``, record all entries."""
         self._add_size(attributes, names, label)
         for name, value in list(attributes.items()):
             if (names is None or name in names) and name not in _MODULE_TABLES and not _is_dunder(name):
@@ -420,7 +421,7 @@ class _ValueWalk:
                 )
 
     def _visit_contents(self, value: Any, label: str, *, only_named_keys: bool) -> None:
-        """Record the items of a container or array, unless it is too large. ``only_named_keys`` applies to dicts."""
+        """Record the items of a container or array, unless it is too large."""
         if isinstance(value, dict):
             self._visit_items(value, label, only_named_keys=only_named_keys)
         elif isinstance(value, list):
@@ -457,7 +458,7 @@ class _ValueWalk:
             ]
 
     def _visit_items(self, table: dict[Any, Any], label: str, *, only_named_keys: bool) -> None:
-        """Record a dict's items; if large or with ``only_named_keys``, leave out text keys that are not in the code."""
+        """Record the items of a dict that the step's code may look up."""
         is_complete = not only_named_keys and (len(table) <= _MOST.small_dict or id(table) in self._reads.fully_read)
         keys = self._keys if only_named_keys else self._user_keys
         names = None if is_complete else keys

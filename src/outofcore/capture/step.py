@@ -98,7 +98,7 @@ def capture_step(
 
 
 def steady_state_gradients(captured: Captured) -> dict[int, Value | None]:
-    """Return the changed gradients, by parameter id, with which ``capture_step`` captures the steady-state step."""
+    """Return the ``gradients`` argument with which ``capture_step`` captures the steady-state step."""
     states = captured.states
     leftover = {
         states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
@@ -129,7 +129,7 @@ class _StepCall:
 def _capture_once(
     call: _StepCall, device: torch.device | None, gradients: Mapping[int, Value | None], options: CaptureOptions
 ) -> tuple[Captured, bool]:
-    """Capture a step. Also return whether a second capture is needed, since the order of gradients was unknown."""
+    """Capture a step; also return whether a second capture is needed to use the right order of gradients."""
     models, optimizers, shards = call.models, call.optimizers, options.shards
     guard = Guard(call.step, models, optimizers)
     counts = average_counts(models)
@@ -178,7 +178,7 @@ def _capture_once(
 def _trace(
     step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: OpRecorder, reads: Reads
 ) -> Any:
-    """Run the step on fakes in all modes. Raise the first refusal, even if the step has caught it."""
+    """Run the step on fake tensors; raise the first ``CaptureError``, even if the step's code has caught it."""
     try:
         # On a GPU autograd would use another thread, with its own node numbers and without the user's lines on its
         # stack. The ops and their order are the same.

@@ -168,7 +168,7 @@ class Substitute(TorchFunctionMode):
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Track changes of an ``n_averaged`` count. Return the result of a comparison with zero, else None."""
+        """Track changes of an ``n_averaged`` count, and answer its comparison with zero; None for other functions."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number
@@ -184,7 +184,7 @@ class Substitute(TorchFunctionMode):
 
     @contextlib.contextmanager
     def cover_entry_points(self, provenance: Provenance) -> Iterator[None]:
-        """Patch functions of PyTorch that a function mode does not see, so that they get fakes or refuse reads."""
+        """Patch PyTorch functions that the function mode does not see, so that they also use fake tensors."""
         # The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
         # ``from_numpy`` and ``tolist`` are not overridable.
         self._module = lambda: provenance.locate_op()[0]
@@ -275,7 +275,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert lists of lengths in arguments of ``ctc_loss`` to tensors, which PyTorch would do outside of all modes."""
+    """Return the arguments of ``ctc_loss`` with lists of lengths converted to tensors."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value

@@ -122,7 +122,7 @@ def covers(value: Value, count: int) -> bool:
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
-    """Apply ``change`` to each object of type ``kind`` in nested lists, tuples and dicts, and return the copy."""
+    """Return a copy of nested lists, tuples and dicts with ``change`` applied to each object of type ``kind``."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list):

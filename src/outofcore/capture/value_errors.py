@@ -40,7 +40,7 @@ _OF_INTEGERS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
 def ops_that_may_raise(captured: Captured) -> frozenset[int]:
-    """Return the ids of ops that may raise an error for some argument values, unless earlier ops check them."""
+    """Return the ids of ops that may raise an error that depends on the values of their arguments."""
     checked: set[int] = set()  # storages that were indices of an earlier op
     op_ids: set[int] = set()
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
