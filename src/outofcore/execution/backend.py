@@ -88,7 +88,7 @@ def bytes_unavailable_to_arena(captured: Captured, backend: Backend, budget: int
 
 
 def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if no bytes are left."""
+    """Return the bytes of a budget that remain for the arena; raise ``BudgetError`` if no bytes remain."""
     unavailable = bytes_unavailable_to_arena(captured, backend, budget)
     if unavailable >= budget:
         raise BudgetError(
@@ -100,7 +100,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Restate an error about the arena's ``room`` bytes for the whole ``budget``, if it names a smallest budget."""
+    """Convert an error that names the smallest arena to one that names the smallest budget."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room
