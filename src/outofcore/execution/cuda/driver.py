@@ -91,7 +91,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def step(self, bound: BoundProgram | None) -> Iterator[None]:
-        """Make the device current for a step, and the user's current stream its compute stream."""
+        """Enter the device for one step, with the user's current stream as the compute stream."""
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute
@@ -122,7 +122,7 @@ class CudaDriver:
             target.copy_(source, non_blocking=True)
 
     def make_tape(self, actions: Sequence[Action]) -> Tape:
-        """Return a tape that issues these actions by one native call."""
+        """Return a callable that issues all the actions by one native call."""
         transfers = [self._create_transfer(action) for action in actions if isinstance(action, FileTransfer)]
         remaining = iter(transfers)
         array = (_Action * len(actions))(*(self._to_native(action, remaining) for action in actions))
@@ -146,7 +146,7 @@ class CudaDriver:
         return Tape(play, native, keep_transfers if transfers else None, check)
 
     def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Capture the work of ``call`` as a CUDA graph; return a function that issues it, or None if this fails."""
+        """Capture ``call`` as a CUDA graph; return a function that replays it, or None if the capture fails."""
         # The capture has its own stream, since the default one cannot be captured. Graphs share a pool of memory for
         # off-plan requests, as each reads only memory of the pool that it has written itself.
         if self._capture_stream is None:
@@ -169,7 +169,7 @@ class CudaDriver:
         return graph.replay
 
     def _to_native(self, action: Action, remaining: Iterator[Posted]) -> _Action:
-        """Convert an action to native form; each file transfer takes its native transfer from ``remaining``."""
+        """Convert an action to native form; a file transfer uses the next item of ``remaining``."""
         match action:
             case WaitForMark(stream, mark):
                 return _Action(_Kind.WAIT, _stream_index(stream), self._event_handle(mark))
@@ -205,7 +205,7 @@ class CudaDriver:
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")
 
     def allocate_staging(self, count: int) -> torch.Tensor:
-        """Return page-aligned host memory, pinned if possible; start the transfer threads at the first call."""
+        """Return page-aligned host memory for transfers to and from files, pinned if possible."""
         if self._lanes is None:
             with torch.cuda.device(self.device):
                 streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
