@@ -217,7 +217,7 @@ class CudaDriver:
         return home.tensor_of(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        """Issue a transfer between a file and host memory; raise ``TransferError`` if the device refuses it."""
+        """Issue a file read or write, depending on ``stream``; raise ``TransferError`` if the device refuses."""
         work = self._create_transfer(FileTransfer(stream, index, home, offset, memory))
         self._transfers.append(work)  # keeps it alive until it has run
         if status := self._issue_one(_Action(_Kind.TRANSFER, _stream_index(stream), ctypes.addressof(work))):
@@ -265,7 +265,7 @@ class CudaDriver:
         check_transfers(transfers)
 
     def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy in pinned memory, or ``source`` if it is pinned already, empty, or cannot be pinned."""
+        """Return a copy of a tensor in pinned memory; return ``source`` if that is unnecessary or fails."""
         if not source.numel() or source.is_pinned():
             return source
         try:
@@ -300,7 +300,7 @@ class CudaDriver:
             self.synchronize()
 
     def _make_workspaces(self) -> None:
-        """Multiply small matrices, so that libraries allocate their workspaces for the current stream."""
+        """Make libraries such as cuBLAS allocate their workspaces for the current stream."""
         with torch.no_grad():
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
@@ -318,7 +318,7 @@ class CudaDriver:
         return torch.cuda.memory_reserved(self.device)
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return the median seconds of device time of ``call``, less the seconds of an empty call."""
+        """Return the median device time of ``call`` in seconds, without the overhead of the timing."""
         with torch.cuda.device(self.device):
             if self._event_seconds is None:
                 self._event_seconds = 0.0
@@ -337,7 +337,7 @@ class CudaDriver:
             return max(seconds - self._event_seconds, 0.0)
 
     def facts(self) -> Mapping[str, object]:
-        """Return the facts of device and libraries on which measured costs depend; they are part of cache keys."""
+        """Return the properties of device and libraries that measured costs depend on, for cache keys."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "device": properties.name,
@@ -393,7 +393,7 @@ class CudaArena:
         return self._open_region()
 
     def view(self, offset: int, count: int) -> torch.Tensor:
-        """Return a range as a tensor, which keeps the memory alive; raise ``ArenaError`` if it is not in the arena."""
+        """Return a range of the arena as a tensor; raise ``ArenaError`` if it is out of bounds."""
         region = self._open_region()
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
