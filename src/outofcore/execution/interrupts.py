@@ -43,7 +43,7 @@ class DeferredSignals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Defer a signal to the end; call its handler at once if enough signals came and the step may stop."""
+        """Defer a signal to the end of the block, or handle it now if the user has repeated it."""
         self._pending.append((number, frame))
         if len(self._pending) == 1:
             _log.warning(

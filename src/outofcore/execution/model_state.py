@@ -54,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Register new states of a capture where they are, and rebind known ones; return all by storage id."""
+        """Track all persistent state of a capture, new and known; return the states by storage id."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
@@ -82,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Mark a state as at home if its tensors fill an unowned slot or a mapped file, else as in ordinary memory."""
+        """Set a state's place to a home if its bytes fill a slot or mapped file there, else to ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         slot = self._home_tensors.find(state.aliases[0].tensor)
