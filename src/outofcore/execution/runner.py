@@ -239,7 +239,7 @@ class Runner:
         return self._build_result(argument_leaves, results), timeline
 
     def _build_result(self, argument_leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
-        """Return the result of the user's function, with this run's tensors; ``leaves`` has its arguments' leaves."""
+        """Return the result of the user's function, built from the tensors of this run."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
@@ -275,7 +275,7 @@ class Runner:
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Name the op that raised an error in a note, because the user's line is not on the stack."""
+        """Add a note to an error that names the op that was running."""
         progress = engine.read_progress()
         if progress is None:
             return
@@ -291,7 +291,7 @@ class Runner:
             error.add_note(f"Raised by {op.text}.")
 
     def _update_home_copies(self, placed: _PlacedProgram) -> _PlacedProgram:
-        """Write states that the user has changed to their home slots; return the program with its current slots."""
+        """Update home copies of states that the user has changed; return the program with its current slots."""
         for storage in self.program.clean:
             self._keeper.moves.update_home_copy(self._states[storage], placed.arena)
         copies = {storage: self._keeper.moves.ensure_slot(self._states[storage]) for storage in self.program.clean}
@@ -328,7 +328,7 @@ class Runner:
         return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Finish a failed step's copies; return False if they cannot be finished, or updates differ from PyTorch's."""
+        """Leave the model as plain PyTorch would after the same error; return False if that is impossible."""
         placed, captured, program = self._placed, self.captured, self.program
         progress = engine.read_progress()
         if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):
@@ -344,7 +344,7 @@ class Runner:
         return True
 
     def _check_after_run(self) -> None:
-        """Raise an error if another thread has moved a state, or a slot that the step has written is damaged."""
+        """Raise an error if another thread has moved a tensor, or if a written slot is damaged."""
         moved = self._keeper.find_displaced()
         if moved:
             raise StateError(
@@ -360,7 +360,7 @@ class Runner:
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def find_unplanned_requests(self) -> dict[int, Requests]:
-        """Return the last run's requests, by op, of the ops with unplanned requests of 64 KiB or more."""
+        """Return the observed memory requests of ops that exceeded their plan in the last run, by op."""
         if self._placed is None or self._table is None:
             return {}
         requests: dict[int, Requests] = {}
@@ -376,7 +376,7 @@ class Runner:
         return requests
 
     def _ports(self, argument_leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
-        """Return two maps by storage: the caller's memory for inputs and outputs, and the new tensors for outputs."""
+        """Return the caller's memory for inputs and outputs, and the new output tensors, both by storage."""
         captured = self.captured
         ports: dict[int, Port] = {}
         for binding in captured.inputs:
@@ -394,7 +394,7 @@ class Runner:
         return ports, results
 
     def _show_new_state(self) -> None:
-        """Put tensors into the optimizers for the state that updates have created."""
+        """Put the state that updates have created into the user's optimizers."""
         created = {
             key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.created_state()
         }
@@ -425,7 +425,7 @@ class Runner:
 
 
 def derive_requests(run: BoundRun, planned: Requests, events: Sequence[AllocatorEvent], alignment: int) -> Requests:
-    """Derive an op's requests from one run's allocator events: its results, and one workspace for the rest."""
+    """Derive an op's memory requests for the next plan from the allocator events of one run."""
     sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
         if event.kind is EventKind.ALLOCATE:
