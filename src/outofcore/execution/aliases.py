@@ -188,7 +188,10 @@ class PersistentState:
     def become(self, place: StatePlace) -> None:
         """Change the state's place; raise ``StateError`` if ``TRANSITIONS`` does not list the change."""
         if place is not self.place and (self.place, place) not in TRANSITIONS:
-            raise StateError(f"{self.key} moved from {self.place.value} to {place.value}: please report it")
+            raise StateError(
+                f"{self.key} changed from place '{self.place.value}' to '{place.value}', which must not happen; "
+                "please report it"
+            )
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
@@ -245,7 +248,7 @@ class PersistentState:
         )
 
     def is_replaced(self) -> bool:
-        """Return whether all the user's tensors have left the memory where the state was last shown."""
+        """Return whether the user has moved all the tensors out of the state's memory."""
         if self.shown is None:
             return False
         shown_key = internals.storage_key(self.shown)
@@ -427,7 +430,7 @@ class HomeTensors:
         return tensor
 
     def forget(self, home: int, offset: int) -> None:
-        """Forget the last home tensor of a slot, so that ``find`` does not return it; the slot is not freed."""
+        """Forget the tensor over a slot, without freeing the slot."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._slots_by_key[key]
@@ -440,7 +443,7 @@ class HomeTensors:
         return self.slots[slot.home].home
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Release the memory that caches a tensor's slot, in these homes or in the home of an eager loop."""
+        """Release the memory that caches a tensor's slot on a disk."""
         slot = self.find(tensor)
         if slot is not None:
             self.store_of(slot).drop_cache(tensor)
@@ -448,14 +451,14 @@ class HomeTensors:
             self.drop_loop_cache(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
-        """Discard the user's writes to a tensor that shows a file, unless they were moved to the home's own file."""
+        """Discard the user's changes to a tensor over a file that the home only reads."""
         slot = self.find(tensor)
         files = None if slot is None else self.slots[slot.home].home.files
         if slot is not None and files is not None:
             files.restore(slot.offset)
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Take a slot of ``count`` uninitialized bytes at the last home, and return a home tensor of it."""
+        """Take a slot of ``count`` uninitialized bytes at the last home, and return a tensor over it."""
         self.release_expired()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
@@ -480,7 +483,7 @@ class HomeTensors:
 
     @property
     def takes_files(self) -> bool:
-        """Whether the last home reads files in place, and detects writes to tensors that show them."""
+        """Whether the last home can use files in place as slots."""
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
@@ -505,7 +508,7 @@ class HomeTensors:
         rebase_tensor(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """End a step's ownership of a slot: free it now if it has no home tensor, else when its last tensor is gone."""
+        """Let a slot be freed with its last tensor, since its step no longer needs it."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].free(offset, count)

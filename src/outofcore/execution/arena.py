@@ -82,7 +82,7 @@ class Lender(Protocol):
         ...
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory of a home for an optimizer's new state; None if ordinary memory fits or no home has room."""
+        """Return memory of a home for new optimizer state; None if ordinary memory must be used."""
         ...
 
     def restore(self) -> None:
@@ -152,7 +152,8 @@ class Arena:
             self.address = map_anonymous(whole)
         except OSError as error:
             raise ArenaError(
-                f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); lower the budget"
+                f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); raise the "
+                "limit on address space (ulimit -v), or lower the budget"
             ) from error
         try:
             install(library)

@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes, or ``room`` if unused pages are free, plus ``reserve`` off-plan bytes."""
+        """Open an arena of at least ``count`` bytes, with ``reserve`` bytes for unplanned requests."""
         ...
 
     def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
@@ -75,7 +75,7 @@ class Backend(Protocol):
     def generators(self) -> Sequence[torch.Generator]: ...
 
     def facts(self) -> Mapping[str, object]:
-        """Return the facts of the device on which measured costs depend; they are part of cache keys."""
+        """Return the properties of device and libraries that measured costs depend on, for cache keys."""
         ...
 
 

@@ -108,7 +108,7 @@ class _Binder:
         self.counts = [0] * (2 + 2 * homes)
 
     def next_number(self, queue: int) -> tuple[int, bool]:
-        """Count one more instruction of a queue; return its number, and whether another queue waits for it."""
+        """Return the number of the next instruction of a queue, and whether another queue waits for it."""
         self.counts[queue] += 1
         return self.counts[queue], (queue, self.counts[queue]) in self.awaited
 

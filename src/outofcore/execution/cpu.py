@@ -69,8 +69,8 @@ class _Communicator(threading.Thread):
             self._condition.notify_all()
 
     def pause(self) -> None:
-        """Start no more collectives, without waiting for a running one: another process may join it late."""
-        self._gate.clear()
+        """Hold back further collectives, without waiting for a running one."""
+        self._gate.clear()  # another process may join the running one late
 
     def resume(self) -> None:
         self._gate.set()
@@ -149,6 +149,7 @@ class _OpCaller:
         self.failure: Exception | None = None  # the exception of an optimizer's code
 
     def __call__(self, scope: int, run: BoundRun) -> None:
+        """Call one op with its planned memory; keep an exception of optimizer code in ``failure``."""
         update = run.func if isinstance(run.func, BoundUpdate) else None
         if update is not None and self.failure is not None:
             return

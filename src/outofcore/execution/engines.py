@@ -72,7 +72,7 @@ class GeneratorStates:
             self._set(self._saved[run.op])
 
     def reset(self) -> None:
-        """Undo ``save_or_restore`` after an op's later run: set the generators to their states before it."""
+        """Set the generators to the states that they had before the later run of an op."""
         self._set(self._current)
 
     def clear(self) -> None:

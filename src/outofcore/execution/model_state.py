@@ -175,7 +175,7 @@ class StateKeeper:
         return True
 
     def release_replacements(self) -> None:
-        """Detach tensors from their states if the user replaced their memory; then ``forget_all`` must be called."""
+        """Remove tensors that the user gave other memory from their states; then call ``forget_all``."""
         for state in release_replacements(self._states.values()):
             self.moves.release_slot(state)
             state.mark_absent()

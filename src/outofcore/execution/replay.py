@@ -123,7 +123,7 @@ class Replay:
         self._library.replay_issue(self._handle, number, *action)
 
     def set_waits(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
-        """Set the (queue, number) instructions that an entry waits for, and the number that it publishes, or None."""
+        """Set the (queue, number) instructions that an entry waits for, and the number that it reports when done."""
         flat = [part for wait in waits for part in wait]
         flat_waits = (ctypes.c_int64 * len(flat))(*flat)
         if self._library.replay_order(self._handle, number, len(waits), flat_waits, publishes or 0):

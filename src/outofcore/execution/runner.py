@@ -356,7 +356,7 @@ class Runner:
 
     @property
     def first_ops(self) -> Set[int]:
-        """The ops that request other memory in their first run, if the last run was such a first run."""
+        """The ids of ops with other memory requests in their first run; empty unless the last run was a first one."""
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def find_unplanned_requests(self) -> dict[int, Requests]:

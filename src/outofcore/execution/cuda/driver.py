@@ -504,7 +504,7 @@ class _Lanes:
 
 
 def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int], counts: torch.Tensor) -> None:
-    """End transfer threads once the device is idle; the argument ``counts`` keeps their counters alive until then."""
+    """End the transfer threads once the device is idle; ``counts`` must live until then."""
     if lanes:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(device)  # no transfer may be posted from now on
