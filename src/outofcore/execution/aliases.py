@@ -353,7 +353,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Remove tensors that the user gave other memory from their states; return states left without tensors."""
+    """Drop tensors with user-assigned memory from their states; return the states left without tensors."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -487,7 +487,7 @@ class HomeTensors:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and offset of a tensor's slot; None if the slot must not be accessed directly."""
+        """Return the home and offset of a tensor's slot; None if its bytes must be accessed through the tensor."""
         slot = self.find(tensor)
         if slot is None:
             return None

@@ -330,7 +330,7 @@ class CpuEngine:
                 _wait_for_all(finishers, copying)
 
     def _connect_lender(self, arena: Arena) -> Lender | None:
-        """Start the arena's lender, which serves unplanned memory requests; return it, or None if there is none."""
+        """Start the arena's lender, which serves unplanned memory requests; return it, or None."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None

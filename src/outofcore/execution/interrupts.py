@@ -43,7 +43,7 @@ class DeferredSignals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Defer a signal to the end of the block, or handle it now if the user has repeated it."""
+        """Defer a signal to the end of the block, or handle a repeated one now if the step may stop."""
         self._pending.append((number, frame))
         if len(self._pending) == 1:
             _log.warning(

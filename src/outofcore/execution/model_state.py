@@ -175,7 +175,7 @@ class StateKeeper:
         return True
 
     def release_replacements(self) -> None:
-        """Remove tensors that the user gave other memory from their states; then call ``forget_all``."""
+        """Drop tensors with user-assigned memory from their states; ``forget_all`` must follow."""
         for state in release_replacements(self._states.values()):
             self.moves.release_slot(state)
             state.mark_absent()

@@ -141,7 +141,7 @@ class Replay:
         queues: Copying | None = None,
         stops: int | None = None,
     ) -> int:
-        """Replay recorded entries from ``first`` up to ``end``; return the number of the entry to continue with.
+        """Replay the recorded entries from ``first`` to before ``end``; return the number of the next entry.
 
         Returns early where an entry waits for another queue, so that signals are handled. ``starts`` and ``ends``
         receive the times of ops, by instruction. With ``ends_scopes`` a scope ends with its op, not when the next one

@@ -275,7 +275,7 @@ class Runner:
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Add a note to an error that names the op that was running."""
+        """Add the op that was running to an error, as a note."""
         progress = engine.read_progress()
         if progress is None:
             return
