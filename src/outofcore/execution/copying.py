@@ -143,7 +143,7 @@ def prepare_copies(
     homes: Sequence[HomeStore],
     queues: int,
 ) -> Copies:
-    """Convert a program's copies to native form; raise ``OutOfCoreError`` for bytes outside of a home or the arena."""
+    """Convert a program's copies to native form; raise ``OutOfCoreError`` for bytes out of range."""
     rows = _Rows()
     lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
     for number, work in enumerate(bound.copies, 1):

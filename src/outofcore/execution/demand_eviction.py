@@ -48,7 +48,7 @@ class _Page(IntEnum):
 
 
 class DemandEviction:
-    """Serves memory requests that a program did not plan, by evicting pages of the arena to stay within ``budget``."""
+    """Serves unplanned memory requests by evicting pages of the arena, to stay within the budget."""
 
     def __init__(
         self, captured: Captured, program: Program, arena: Arena, budget: int, slots: Sequence[Slots], undo: Undo

@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DeferredSignals:
-    """Defers Ctrl-C and SIGTERM, if Python handles them, to the end of a block: ``with DeferredSignals(activity):``.
+    """Defers Ctrl-C and SIGTERM to the end of a block: ``with DeferredSignals(activity):``.
 
     The second signal (the third with ``stops=3``), or a later one, is handled at once if ``may_stop`` allows it;
     signals after it are dropped. A capture needs ``stops=3``: PyTorch calls Python from places where an exception would
