@@ -70,10 +70,10 @@ TRANSITIONS: Mapping[tuple[StatePlace, StatePlace], str] = {
 
 @dataclass(slots=True)
 class StateAlias:
-    """A user's tensor over a persistent storage; ``tensor`` is the step's copy if ``shared_tensor`` is set."""
+    """One of the user's tensors in a storage that persists across steps."""
 
     key: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # the user's tensor, or the step's copy of ``shared_tensor``
     value: Value  # the layout that the step expects
     address: int = 0  # of the data, when it was last set or checked
     is_placeholder: bool = False  # replaces a cleared gradient that the user no longer has
@@ -85,7 +85,7 @@ class StateAlias:
         return self.tensor if self.shared_tensor is None else self.shared_tensor
 
     def read_shared(self) -> None:
-        """Copy shared memory to the step's tensor if it changed; raise ``StateError`` if its shape or dtype changed."""
+        """Update the step's copy of a tensor in shared memory; raise ``StateError`` for a new shape or dtype."""
         if self.shared_tensor is None:
             return
         self.check_shape_and_dtype()
@@ -114,7 +114,7 @@ class StateAlias:
         self.address = view.data_ptr()
 
     def has_moved(self) -> bool:
-        """Return whether the tensor's address has changed, or its shape, strides or dtype are not the expected ones."""
+        """Return whether the tensor has another address, shape, stride or dtype than expected."""
         tensor, value = self.tensor, self.value
         return (
             tensor.data_ptr() != self.address
@@ -162,7 +162,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 @dataclass(slots=True)
 class PersistentState:
-    """A storage that persists across steps, with the user's tensors on it."""
+    """A storage that persists across steps, such as that of a parameter, and the user's tensors in it."""
 
     key: str
     bytes: int
@@ -188,11 +188,14 @@ class PersistentState:
     def become(self, place: StatePlace) -> None:
         """Change the state's place; raise ``StateError`` if ``TRANSITIONS`` does not list the change."""
         if place is not self.place and (self.place, place) not in TRANSITIONS:
-            raise StateError(f"{self.key} moved from {self.place.value} to {place.value}: please report it")
+            raise StateError(
+                f"{self.key} changed from place '{self.place.value}' to '{place.value}', which must not happen; "
+                "please report it"
+            )
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
-        """Move the gradient ``key`` to the layout of ``value``, with the same elements, and expect it from now on."""
+        """Set the layout of the gradient ``key`` in memory (such as its strides) to that of ``value``."""
         for alias in self.aliases:
             if alias.key != key or alias.has_layout(value):
                 continue
@@ -218,7 +221,7 @@ class PersistentState:
         self.set_shown(None)
 
     def current_bytes(self) -> torch.Tensor:
-        """Return the state's bytes as a uint8 tensor: a view if the layout is the expected one, else a copy."""
+        """Return the state's bytes as a uint8 tensor, which may be a view of the state's memory."""
         if self.has_expected_layout():
             return internals.view_storage_bytes(self.aliases[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.aliases[0].tensor.device)
@@ -235,7 +238,7 @@ class PersistentState:
         return alias.address - alias.value.offset * alias.value.dtype.itemsize - address
 
     def has_expected_layout(self) -> bool:
-        """Return whether the user's tensors share one storage in the expected layout."""
+        """Return whether the user's tensors share one storage at the expected offsets and strides."""
         first = self.aliases[0].tensor
         return first.untyped_storage().nbytes() >= self.bytes and all(
             internals.storage_key(alias.tensor) == internals.storage_key(first)
@@ -245,7 +248,7 @@ class PersistentState:
         )
 
     def is_replaced(self) -> bool:
-        """Return whether all the user's tensors have left the memory where the state was last shown."""
+        """Return whether the user has moved all the tensors out of the state's memory."""
         if self.shown is None:
             return False
         shown_key = internals.storage_key(self.shown)
@@ -258,7 +261,7 @@ class PersistentState:
         return moved
 
     def add_alias(self, alias: StateAlias) -> None:
-        """Add an alias with the key and tensor of ``alias``, and with the tensor's current layout."""
+        """Add the tensor of ``alias`` to this state, with its current layout as the expected one."""
         tensor = alias.tensor
         value = replace(
             alias.value,
@@ -283,7 +286,7 @@ class PersistentState:
 
 
 def adopt_replacements(states: Iterable[PersistentState]) -> list[str]:
-    """Copy data that was assigned to tensors into the states' memory, and return these tensors' keys.
+    """Take over data that the user assigned to tensors (``p.data = other``); return the tensors' keys.
 
     A new shape or dtype raises ``StateError`` before any copy.
     """
@@ -350,7 +353,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Move tensors with replaced memory to the states that they view, or detach them. Return states without tensors."""
+    """Drop tensors with user-assigned memory from their states; return the states left without tensors."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -358,7 +361,7 @@ def release_replacements(states: Iterable[PersistentState]) -> list[PersistentSt
     shown = {
         internals.storage_key(s.shown): s for s in shown_states if s.shown is not None and not s.has_storage_moved()
     }
-    for alias in moved:
+    for alias in moved:  # a tensor that now views the memory of another state joins it
         state = shown.get(internals.storage_key(alias.tensor))
         if state is not None:
             state.add_alias(alias)
@@ -379,7 +382,7 @@ def is_unmoved(states: Iterable[PersistentState]) -> bool:
 
 
 def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
-    """Return the keys of tensors at home or in the arena that have another address than expected."""
+    """Return the keys of tensors that are not at their expected address in a home or the arena."""
     places = (StatePlace.HOME, StatePlace.ARENA)
     aliases = [alias for state in states if state.place in places for alias in state.aliases]
     addresses, shown = (
@@ -406,7 +409,7 @@ class TensorSlot:
 
 
 class HomeTensors:
-    """Creates home tensors (tensors over the slots of homes), and finds the slot of a tensor."""
+    """Creates tensors over slots (places for bytes in a home), and finds the slot of a tensor."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         self.slots = tuple(slots)
@@ -417,7 +420,7 @@ class HomeTensors:
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Return a new home tensor of a slot, and forget the earlier one. An ``owned`` slot is not freed with it."""
+        """Create and return a tensor over a slot; an earlier tensor over the same slot is forgotten."""
         tensor = self.slots[home].home.tensor_of(offset, count)
         if count:
             self.forget(home, offset)
@@ -427,7 +430,7 @@ class HomeTensors:
         return tensor
 
     def forget(self, home: int, offset: int) -> None:
-        """Forget the last home tensor of a slot, so that ``find`` does not return it; the slot is not freed."""
+        """Forget the tensor over a slot, without freeing the slot."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._slots_by_key[key]
@@ -440,7 +443,7 @@ class HomeTensors:
         return self.slots[slot.home].home
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Release the memory that caches a tensor's slot, in these homes or in the home of an eager loop."""
+        """Release the memory that caches a tensor's slot on a disk."""
         slot = self.find(tensor)
         if slot is not None:
             self.store_of(slot).drop_cache(tensor)
@@ -448,29 +451,29 @@ class HomeTensors:
             self.drop_loop_cache(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
-        """Discard the user's writes to a tensor that shows a file, unless they were moved to the home's own file."""
+        """Discard the user's changes to a tensor over a file that the home only reads."""
         slot = self.find(tensor)
         files = None if slot is None else self.slots[slot.home].home.files
         if slot is not None and files is not None:
             files.restore(slot.offset)
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Take a slot of ``count`` uninitialized bytes at the last home, and return a home tensor of it."""
+        """Take a slot of ``count`` uninitialized bytes at the last home, and return a tensor over it."""
         self.release_expired()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
-    def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Make a range of a file a slot of the last home, which must read files in place; return its home tensor."""
+    def adopt(self, file: ReadFile, first_byte: int, count: int) -> torch.Tensor:
+        """Use a range of a file as a slot of the last home; return a tensor over it."""
         self.release_expired()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
         if files is None:
             raise StateError("this home cannot read files in place; please report it")
-        return self.show(last, files.adopt(file, begin, count), count, owned=False)
+        return self.show(last, files.adopt(file, first_byte, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Return a home tensor of the file range that a tensor maps; None if it is small, written or not mapped."""
+        """Return a tensor over the file range that backs a memory-mapped tensor; None if it cannot be used."""
         # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
@@ -480,11 +483,11 @@ class HomeTensors:
 
     @property
     def takes_files(self) -> bool:
-        """Whether the last home reads files in place, and detects writes to tensors that show them."""
+        """Whether the last home can use files in place as slots."""
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return home and offset of a tensor's slot, to read it (or with ``to_write`` write it); None if impossible."""
+        """Return the home and offset of a tensor's slot; None if its bytes must be accessed through the tensor."""
         slot = self.find(tensor)
         if slot is None:
             return None
@@ -495,7 +498,7 @@ class HomeTensors:
         return None if slots.was_written(slot.offset) or (moved and to_write) else (slots.home, slot.offset)
 
     def move_to_own_memory(self, tensor: torch.Tensor | None) -> None:
-        """Move a tensor to memory of its own, so that its old slot can be reused; ignore None."""
+        """Move a tensor to new memory, so that its old slot can be reused; ignore None."""
         if tensor is None:
             return
         count = tensor.untyped_storage().nbytes()
@@ -505,7 +508,7 @@ class HomeTensors:
         rebase_tensor(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """End a step's ownership of a slot: free it now if it has no home tensor, else when its last tensor is gone."""
+        """Let a slot be freed with its last tensor, since its step no longer needs it."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].free(offset, count)
@@ -513,7 +516,7 @@ class HomeTensors:
             self._slots_by_key[key].owned = False
 
     def release_expired(self) -> None:
-        """Forget the home tensors of deleted tensors, and free their slots unless a step owns them."""
+        """Free the slots of tensors that have been deleted, except slots that a step owns."""
         for key, slot in [(k, s) for k, s in self._slots_by_key.items() if s.reference.expired()]:
             del self._slots_by_key[key]
             if self._keys.get((slot.home, slot.offset)) == key:
@@ -526,7 +529,7 @@ class HomeTensors:
 
 
 def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set ``parameter.grad``, also to a gradient on another device, which PyTorch refuses in a plain assignment."""
+    """Set ``parameter.grad``, even to a gradient on another device."""
     if parameter.grad is gradient:
         return
     data = gradient.data
@@ -547,7 +550,7 @@ _NO_STATE: dict[str, Any] = {}
 
 
 class OptimizerStates:
-    """Finds optimizer state that has changed since the capture, before every step."""
+    """Finds the optimizer state that the user has changed since the capture."""
 
     def __init__(self, captured: Captured) -> None:
         together: dict[tuple[int, int], list[tuple[StateBinding, StateOwner]]] = {}
@@ -571,7 +574,7 @@ class OptimizerStates:
         return tensors
 
     def has_changed(self, *, begun: bool) -> bool:
-        """Return whether optimizer state has new strides, or is missing although a step has ``begun``."""
+        """Return whether optimizer state has unexpected strides, or is missing although a step has ``begun``."""
         tensors = self._last_tensors = self._current_tensors()
         existing = [tensor for tensor in tensors if tensor is not None]
         if len(existing) == len(tensors):
@@ -580,12 +583,12 @@ class OptimizerStates:
         return begun or any(tensor is not None and tensor.stride() != stride for tensor, stride in pairs)
 
     def find_replaced(
-        self, shown_as: Callable[[StateBinding], torch.Tensor]
+        self, expected_tensor: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return (binding, owner, tensor now or None) for optimizer tensors other than ``shown_as(binding)``."""
+        """List optimizer tensors that were replaced or removed, as (binding, owner, current tensor or None)."""
         tensors, self._last_tensors = self._last_tensors or self._current_tensors(), None
-        shown = list(map(shown_as, self._bindings))
-        if all(map(is_, tensors, shown)):
+        expected = list(map(expected_tensor, self._bindings))
+        if all(map(is_, tensors, expected)):
             return []
-        triples = zip(self._pairs, tensors, shown, strict=True)
+        triples = zip(self._pairs, tensors, expected, strict=True)
         return [(binding, owner, current) for (binding, owner), current, last in triples if current is not last]

@@ -82,7 +82,7 @@ class Lender(Protocol):
         ...
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory of a home for an optimizer's new state; None if ordinary memory fits or no home has room."""
+        """Return memory of a home for new optimizer state; None if ordinary memory must be used."""
         ...
 
     def restore(self) -> None:
@@ -152,7 +152,8 @@ class Arena:
             self.address = map_anonymous(whole)
         except OSError as error:
             raise ArenaError(
-                f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); lower the budget"
+                f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); raise the "
+                "limit on address space (ulimit -v), or lower the budget"
             ) from error
         try:
             install(library)
@@ -265,7 +266,7 @@ class Arena:
 
 
 class ScopeTable:
-    """The planned requests of a program: a list for each scope, which is one run of an op.
+    """The planned memory requests of a program, listed for each run of an op (its scope).
 
     Between ``begin(scope)`` and ``end()``, the calling thread's k-th request gets the k-th planned address if its size
     is the planned one. Another request is served off the plan, and does not advance the list. So is a request that
@@ -330,7 +331,7 @@ class ScopeTable:
             self._library.outofcore_unbounded(0)
 
     def take_unplanned_events(self) -> dict[int, list[AllocatorEvent]]:
-        """Return and forget the allocator events, by scope, of runs with unplanned requests of 64 KiB or more."""
+        """Remove and return the allocator events of op runs with large unplanned requests, by scope."""
         library, table = self._library, self._table
         count = library.outofcore_table_surprises(table, None, 0)
         if not count:
@@ -375,7 +376,7 @@ class AllocationRecorder:
 
 
 def as_arena_error(error: BaseException) -> ArenaError | None:
-    """Return an ``ArenaError`` for PyTorch's error about a refused request; None for other errors."""
+    """Convert PyTorch's error about refused memory to an ``ArenaError``; return None for other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _REFUSAL not in text:
         return None
@@ -387,7 +388,7 @@ def as_arena_error(error: BaseException) -> ArenaError | None:
 
 
 def install(library: ctypes.PyDLL) -> None:
-    """Wrap PyTorch's allocator until ``outofcore_uninstall`` is called; raise ``ArenaError`` on failure."""
+    """Install the native allocator in front of PyTorch's; raise ``ArenaError`` on failure."""
     status = Installed(library.outofcore_install())
     if status is not Installed.DONE:
         reason = {
@@ -414,6 +415,7 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
 
 
 def _read_events(library: ctypes.PyDLL, log: int) -> list[AllocatorEvent]:
+    """Return the allocations and frees in a native log."""
     count = library.outofcore_record_size(log)
     if count < 0:
         raise _out_of_memory_error()

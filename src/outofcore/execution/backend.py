@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> DeviceArena:
-        """Open an arena of ``count`` bytes, or ``room`` if unused pages are free, plus ``reserve`` off-plan bytes."""
+        """Open an arena of at least ``count`` bytes, with ``reserve`` bytes for unplanned requests."""
         ...
 
     def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
@@ -75,7 +75,7 @@ class Backend(Protocol):
     def generators(self) -> Sequence[torch.Generator]: ...
 
     def facts(self) -> Mapping[str, object]:
-        """Return the facts of the device on which measured costs depend; they are part of cache keys."""
+        """Return the properties of device and libraries that measured costs depend on, for cache keys."""
         ...
 
 
@@ -88,7 +88,7 @@ def bytes_unavailable_to_arena(captured: Captured, backend: Backend, budget: int
 
 
 def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if no bytes are left."""
+    """Return the bytes of a budget that remain for the arena; raise ``BudgetError`` if no bytes remain."""
     unavailable = bytes_unavailable_to_arena(captured, backend, budget)
     if unavailable >= budget:
         raise BudgetError(
@@ -100,7 +100,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Restate an error about the arena's ``room`` bytes for the whole ``budget``, if it names a smallest budget."""
+    """Convert an error that names the smallest arena to one that names the smallest budget."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room

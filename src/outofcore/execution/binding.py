@@ -95,7 +95,7 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
-    """Binds the instructions of a program in order; instructions that use the same block share its tensors."""
+    """Creates the tensors of a program's instructions over the blocks of an arena."""
 
     def __init__(self, captured: Captured, program: Program, arena: DeviceArena, homes: int) -> None:
         self.captured, self.program, self.arena = captured, program, arena
@@ -108,12 +108,12 @@ class _Binder:
         self.counts = [0] * (2 + 2 * homes)
 
     def next_number(self, queue: int) -> tuple[int, bool]:
-        """Count one more instruction of a queue; return its number, and whether another queue waits for it."""
+        """Return the number of the next instruction of a queue, and whether another queue waits for it."""
         self.counts[queue] += 1
         return self.counts[queue], (queue, self.counts[queue]) in self.awaited
 
     def bind_run(self, index: int, instruction: Run, queue: int) -> BoundRun:
-        """Bind an op: replace references to values by tensors over blocks, and list the addresses for its results."""
+        """Bind an op to the arena: replace its references to values by tensors over the planned blocks."""
         captured, program = self.captured, self.program
         op, call = captured.graph.ops[instruction.op], captured.calls[instruction.op]
         blocks = {s: program.blocks[b] for s, b in zip(op.touched, instruction.blocks, strict=True)}
@@ -151,7 +151,7 @@ class _Binder:
         return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.next_number(queue))
 
     def tensor_in_block(self, value_index: int, block: Block) -> torch.Tensor:
-        """Return the tensor of a value in a block, created at its first use."""
+        """Return the tensor of a value over a block of the arena; create it at its first use."""
         tensor = self.tensors.get((value_index, block.id))
         if tensor is None:
             value = self.captured.values[value_index]
@@ -176,7 +176,7 @@ def _wait_pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 1) -> BoundProgram:
-    """Bind a program to an arena; raise ``GraphError`` for an unknown home or a copy of a workspace."""
+    """Resolve a program's instructions to tensors and addresses in an arena; raise ``GraphError`` on failure."""
     binder = _Binder(captured, program, arena, homes)
     runs: list[BoundRun] = []
     collectives: list[BoundRun] = []
@@ -198,7 +198,7 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return the memory that each run of an op will request, without collectives: (bytes, arena offset or None)."""
+    """List the planned memory requests of each op run as (bytes, arena offset or None); skip collectives."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:  # collectives have no scope

@@ -143,7 +143,7 @@ def prepare_copies(
     homes: Sequence[HomeStore],
     queues: int,
 ) -> Copies:
-    """Convert a program's copies to native form; raise ``OutOfCoreError`` for bytes outside of a home or the arena."""
+    """Convert a program's copies to native form; raise ``OutOfCoreError`` for bytes out of range."""
     rows = _Rows()
     lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
     for number, work in enumerate(bound.copies, 1):
@@ -202,7 +202,7 @@ def prepare_copies(
 def _add_pieces(
     rows: _Rows, home: HomeStore, copy: BoundCopy, address: int, pieces_at_home: Sequence[SlotPiece], *, writes: bool
 ) -> None:
-    """Add the pieces of a copy between the block at ``address`` and a home; ``writes`` if it copies to the home."""
+    """Add one copy between the arena and a home to the native tables, piece by piece."""
     for piece in pieces_at_home:
         place = home.locate(piece.offset, piece.bytes)
         row = _NOT_SUMMED
@@ -221,7 +221,7 @@ def _add_pieces(
 
 
 class Copying:
-    """Makes the copies of one step at a time, and tracks the progress of all queues (ops first, collectives last)."""
+    """Makes the copies of a step in native threads, and tracks the progress of every queue of the step."""
 
     def __init__(self, library: ctypes.PyDLL, queues: int) -> None:
         self._library = library
@@ -245,7 +245,7 @@ class Copying:
     def begin(
         self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
     ) -> None:
-        """Start a step's copies, or raise ``TransferError``. The arguments must not change until ``finish`` returns."""
+        """Start the copies of a step; raise ``TransferError`` if their threads cannot start."""
         self._copies = None
         for home, offset, count, place in copies.places:
             if home.locate(offset, count) != place:
@@ -261,6 +261,7 @@ class Copying:
             copies.pieces[number].outside, copies.pieces[number].bytes = address, count
         self._error = None
         self._copies = copies
+        # Native code uses the arguments until ``finish`` returns, so they must not change before.
         status = self._library.outofcore_copying_begin(
             self.handle, ctypes.addressof(copies.work), starts.buffer_info()[0], ends.buffer_info()[0]
         )
@@ -273,9 +274,9 @@ class Copying:
             error.errno = status
             raise error
 
-    def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait until each queue reaches its number in ``waits``; raise ``StateError`` if another queue failed."""
-        for queue, number in waits:
+    def wait(self, targets: Sequence[tuple[int, int]]) -> None:
+        """Wait until other queues reach the given instruction numbers; raise ``StateError`` if a queue has failed."""
+        for queue, number in targets:
             index = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):
                 continue
@@ -305,7 +306,7 @@ class Copying:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of a failed copy, or the error passed to ``fail``; None without an error."""
+        """The error that stopped the queues of this step, or None."""
         report = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, report)
         index, piece, done_bytes, code = report
@@ -320,7 +321,7 @@ class Copying:
         return source.home.transfer_error(source.offset + done_bytes, count - done_bytes, code, writes=source.writes)
 
     def finish(self) -> None:
-        """Wait until no copy is running, then record the checksums of the slots."""
+        """Wait until the copies of a step have ended, then record the checksums of their slots."""
         while self._idle(self.handle, SIGNAL_POLL_SECONDS):
             pass
         if self._copies is not None:

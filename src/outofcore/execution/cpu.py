@@ -69,8 +69,8 @@ class _Communicator(threading.Thread):
             self._condition.notify_all()
 
     def pause(self) -> None:
-        """Start no more collectives, without waiting for a running one: another process may join it late."""
-        self._gate.clear()
+        """Hold back further collectives, without waiting for a running one."""
+        self._gate.clear()  # another process may join the running one late
 
     def resume(self) -> None:
         self._gate.set()
@@ -107,7 +107,7 @@ class _Communicator(threading.Thread):
                 self._condition.notify_all()
 
     def _run_all(self, work: Sequence[BoundRun]) -> None:
-        """Run the collectives of one step, each after its waits, unless the step is cancelled."""
+        """Run the collectives of one step in order, each after the instructions that it waits for."""
         for run in work:
             if run.waits:
                 self._copying.wait(run.waits)
@@ -131,7 +131,7 @@ class _RecordedCalls:
 
 
 class _OpCaller:
-    """Calls the ops of one step. If an optimizer update fails, it skips later updates and runs all other ops."""
+    """Calls the ops of one step; after a failed optimizer update it skips the other updates."""
 
     def __init__(
         self,
@@ -149,6 +149,7 @@ class _OpCaller:
         self.failure: Exception | None = None  # the exception of an optimizer's code
 
     def __call__(self, scope: int, run: BoundRun) -> None:
+        """Call one op with its planned memory; keep an exception of optimizer code in ``failure``."""
         update = run.func if isinstance(run.func, BoundUpdate) else None
         if update is not None and self.failure is not None:
             return
@@ -173,7 +174,7 @@ class _OpCaller:
         self._ends[run.index] = perf_counter()
 
     def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _RecordedCalls | None) -> None:
-        """Call all ops in order, each after its waits. Native code calls the ops that are recorded in ``replayed``."""
+        """Run the ops in order, through native code where ``replayed`` has recorded their calls."""
         span_ends = None if replayed is None else replayed.span_ends
         lender = self._lender
         stops = None if lender is None else lender.flag
@@ -211,7 +212,7 @@ class _OpCaller:
         lender.restore()
 
     def _run(self, scope: int, run: BoundRun) -> None:
-        """Call an op, record the call if ops are being recorded, and copy its results to their planned places."""
+        """Call an op and put its results at their planned addresses; record the call during a recording."""
         will_record = self._recording is not None and self._recording.replay.expect_call(run)
         out = run.func(*run.args, **run.kwargs)
         if will_record and self._recording is not None:
@@ -222,7 +223,7 @@ class _OpCaller:
 
 
 def _move_unplanned_state(table: ScopeTable, update: BoundUpdate, lender: Lender | None) -> None:
-    """Move an optimizer's unplanned tensors out of the op's memory, which is about to be reused."""
+    """Move unplanned optimizer state out of memory that is reused after the op."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in update.optimizer_tensors():
         if is_in_host_memory(tensor) and table.is_scope_memory(tensor):
@@ -239,11 +240,11 @@ def _move_unplanned_state(table: ScopeTable, update: BoundUpdate, lender: Lender
 
 
 class CpuEngine:
-    """Runs steps on the CPU; use one at a time per process. ``homes`` are nearest first."""
+    """Runs steps on the CPU, one at a time in a process."""
 
     def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
         self._can_replay = replay
-        self._homes = tuple(homes)
+        self._homes = tuple(homes)  # nearest first
         self._queues = 2 + 2 * len(self._homes)  # ops, two for each home, collectives
         self._copying = Copying(load_native(), self._queues)
         self._copies: WeakKeyDictionary[BoundProgram, Copies] = WeakKeyDictionary()
@@ -297,7 +298,7 @@ class CpuEngine:
         )
 
     def _run_queues(self, bound: BoundProgram, arena: Arena, table: ScopeTable) -> None:
-        """Run all queues of a step, and raise the error of an op, if any.
+        """Run the ops, copies and collectives of a step at the same time; raise the error of a failed op.
 
         An optimizer's error is kept in ``update_failure``, a copy's or collective's in ``Copying.failure``.
         """
@@ -329,7 +330,7 @@ class CpuEngine:
                 _wait_for_all(finishers, copying)
 
     def _connect_lender(self, arena: Arena) -> Lender | None:
-        """Start the arena's lender for a step, with functions that pause other queues; return the lender, or None."""
+        """Start the arena's lender, which serves unplanned memory requests; return it, or None."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None
@@ -363,7 +364,7 @@ class CpuEngine:
         return copies
 
     def _find_recording(self, bound: BoundProgram) -> _RecordedCalls | None:
-        """Return the recorded calls of a program, or a new recording; None if Python must call its ops."""
+        """Return the recorded op calls of a program, or an empty recording to fill; None if Python calls the ops."""
         if not self._can_replay or not internals.has_no_dispatch_modes():
             return None
         if (replayed := self._replayed.get(bound)) is not None:
@@ -375,7 +376,7 @@ class CpuEngine:
         return recording
 
     def _run_ops(self, bound: BoundProgram, table: ScopeTable, lender: Lender | None) -> Exception | None:
-        """Run the ops, and record or replay their calls; return the exception of an optimizer's code, or None."""
+        """Run the ops of a step; return the exception of a failed optimizer update, or None."""
         replayed = self._find_recording(bound)
         is_new = replayed is not None and replayed.span_ends is None
         calls = _OpCaller(table, self._starts, self._ends, replayed if is_new else None, lender)
@@ -393,7 +394,7 @@ class CpuEngine:
 
 
 def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
-    """Call each finisher until it returns; if signal handlers raise meanwhile, cancel the step and raise at the end."""
+    """Wait until all queues have finished, even if signal handlers raise; raise their exception at the end."""
     interrupted: BaseException | None = None
     for finish in finishers:
         while True:

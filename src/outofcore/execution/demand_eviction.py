@@ -48,7 +48,7 @@ class _Page(IntEnum):
 
 
 class DemandEviction:
-    """Serves memory requests that a program did not plan, by evicting pages of the arena to stay within ``budget``."""
+    """Serves unplanned memory requests by evicting pages of the arena, to stay within the budget."""
 
     def __init__(
         self, captured: Captured, program: Program, arena: Arena, budget: int, slots: Sequence[Slots], undo: Undo
@@ -97,7 +97,8 @@ class DemandEviction:
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start to serve a step's requests; ``starts`` and ``ends`` hold its instructions' times, 0 until known."""
+        """Start to serve the unplanned memory requests of a step."""
+        # Times of the instructions that have started and ended; 0 for others.
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused_request, self.error, self.has_lost_bytes = None, None, False
         self._overflowed_ops.clear()
@@ -112,7 +113,7 @@ class DemandEviction:
             self._pause = self._resume = _do_nothing
 
     def restore(self) -> None:
-        """Fetch the pages evicted for the last op, free their slots, and resume copies."""
+        """Fetch the pages that were evicted for the last op, then let the other queues continue."""
         if not self.is_active:
             return
         self._release_unused()
@@ -131,7 +132,7 @@ class DemandEviction:
     # Serving
 
     def _serve(self, count: int, scope: int) -> int:
-        """Return the address of memory for a request, or an ``Answer``; the module docstring explains the choice."""
+        """Return an address for an unplanned request, or the ``Answer`` to refuse it or to exceed the budget."""
         try:
             address = self._lend(round_up(count, PAGE_BYTES), scope)
         except OutOfCoreError as error:
@@ -169,7 +170,7 @@ class DemandEviction:
         return home_tensor.data_ptr(), slots.home.name
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory of a home for an optimizer's new state; None if the reserve holds it or no home has room."""
+        """Return memory of a home for new optimizer state; None if ordinary memory must be used."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
         overflow = _create_overflow_memory(self._slots, count)
@@ -186,7 +187,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Evict pages; return an address in the annex for ``count`` bytes (whole pages), or None without room."""
+        """Make room for ``count`` bytes by evicting pages; return their new address, or None without enough room."""
         self._activate()
         self._release_unused()
         address = self._find_address(count)
@@ -202,7 +203,7 @@ class DemandEviction:
         return address
 
     def _activate(self) -> None:
-        """Prepare to serve an op's first request: pause copies, classify pages, and release the free pages' memory."""
+        """Prepare to serve an op's first request: pause the copies and classify the arena's pages."""
         if self.is_active:
             return
         self._pause()
@@ -212,7 +213,7 @@ class DemandEviction:
             self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
     def _release_unused(self) -> None:
-        """Release memory of the annex and of homes that ops no longer use."""
+        """Release lent memory that ops no longer use."""
         live = self._arena.lent_addresses()
         for address in [address for address in self._lent if address not in live]:
             advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
@@ -221,7 +222,7 @@ class DemandEviction:
             slots.free(offset, home_tensor.numel())
 
     def _find_address(self, count: int) -> int | None:
-        """Return the first free address in the annex for ``count`` bytes, or None."""
+        """Return the first free address for ``count`` bytes after the arena (in its annex), or None."""
         start = self._arena.address + self._arena.bytes
         end = start + self._arena.annex_bytes
         for address, size in sorted(self._lent.items()):
@@ -231,7 +232,8 @@ class DemandEviction:
         return start if end - start >= count else None
 
     def _evict(self, count: int) -> None:
-        """Write ``count`` bytes of evictable pages to homes and release them, longest runs of pages first."""
+        """Copy ``count`` bytes of evictable pages to homes, and release the memory of the pages."""
+        # The longest runs of pages take the fewest copies.
         for first, last in sorted(_page_runs(self._pages == _Page.EVICTABLE), key=lambda run: run[0] - run[1]):
             if count <= 0:
                 return
@@ -248,7 +250,7 @@ class DemandEviction:
             self.evicted_bytes += size
 
     def _take_slots(self, count: int) -> tuple[int, tuple[SlotPiece, ...]]:
-        """Take slots at the nearest home with room; return that home and the pieces, or raise ``SpillError``."""
+        """Take ``count`` bytes at the nearest home with room; return (home, pieces), or raise ``SpillError``."""
         refusals: list[str] = []
         for home, slots in enumerate(self._slots):
             try:
@@ -260,7 +262,7 @@ class DemandEviction:
     # Contents of the arena
 
     def _classify_pages(self) -> _Pages:
-        """Return the kind of each page: pinned by a running instruction, evictable if its block is needed, or free."""
+        """Return for each page of the arena whether it is free, evictable or in use by an instruction."""
         pages = np.zeros(self._arena.bytes // PAGE_BYTES, np.uint8)
         # Small blocks share pages, so pinned pages are marked last.
         for block in self._program.blocks:
@@ -304,7 +306,7 @@ def _page_range(block: Block) -> slice:
 
 
 def _create_overflow_memory(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
-    """Take a slot at the first home with room; return its tensor, the home's slots and its offset, or None."""
+    """Take a slot at the first home with room; return (tensor, slots of the home, offset), or None."""
     for slots in homes:
         try:
             offset = slots.take(count)

@@ -33,7 +33,7 @@ class Engine(Protocol):
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step to its end, and return its timeline, or the timeline of the last measured step.
+        """Run one step; return its timeline, or the timeline of the last measured step.
 
         Copies without an entry in ``slots`` use the caller's memory in ``ports``. Raises ``TransferError`` if a copy
         failed, ``ArenaError`` if an op requested more memory than planned and reserved.
@@ -63,7 +63,7 @@ class GeneratorStates:
         self._current: list[torch.Tensor] = []
 
     def save_or_restore(self, run: BoundRun) -> None:
-        """Save the states before an op's first run, or set them to the saved ones before a later run."""
+        """Save the generators' states before an op's first run, and restore them before a later run."""
         states = [generator.get_state() for generator in self._generators]
         if run.generator_use is GeneratorUse.SAVE:
             self._saved[run.op] = states
@@ -72,7 +72,7 @@ class GeneratorStates:
             self._set(self._saved[run.op])
 
     def reset(self) -> None:
-        """Undo ``save_or_restore`` after an op's later run: set the generators to their states before it."""
+        """Set the generators to the states that they had before the later run of an op."""
         self._set(self._current)
 
     def clear(self) -> None:
@@ -85,7 +85,7 @@ class GeneratorStates:
 
 
 def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
-    """Copy an op's results that are elsewhere to their planned places; return the misplaced results."""
+    """Copy an op's misplaced results to their planned addresses; return the misplaced tensors."""
     # The caller keeps these until the op's scope has ended, or they count as scratch memory (see ``derive_requests``).
     misplaced: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:

@@ -15,7 +15,7 @@ from outofcore.program import Program
 
 
 class StepGradients:
-    """The gradients that one program reads, produces and clears, and the user's ``.grad`` of its parameters."""
+    """Connects the gradients of one program with the ``.grad`` of the user's parameters."""
 
     def __init__(
         self, captured: Captured, program: Program, keeper: StateKeeper, states: dict[int, PersistentState]
@@ -53,7 +53,7 @@ class StepGradients:
         return {self._captured.values[index].storage for index in self._arena_offsets}
 
     def adopt_replacements(self) -> None:
-        """Detach produced gradients that the user replaced or still uses; rebind accumulated ones to the user's."""
+        """Update the tracked gradients to the ``.grad`` that the user's parameters have now."""
         for binding, state in self._produced.values():
             # A gradient that the step clears must survive for other references to it.
             is_referenced = count_references(state.aliases[0].tensor) > state.reference_count
@@ -64,7 +64,7 @@ class StepGradients:
             state.apply_layout(binding.key, self._captured.values[binding.value])
 
     def assign(self, arena: DeviceArena, results: dict[int, torch.Tensor]) -> None:
-        """Set or clear the user's ``.grad`` after a step; ``results`` maps storages to the bytes of small gradients."""
+        """Set ``.grad`` of the parameters to the gradients that a step has produced, or to None if it cleared them."""
         for index, (parameter, state) in self._produced.items():
             value = self._captured.values[index]
             if index in self._arena_offsets:
@@ -82,7 +82,7 @@ class StepGradients:
                 self._keeper.clear_gradient(state, binding)
 
     def detach_from_arena(self) -> None:
-        """Remove gradients in the arena from the user's parameters, as their memory may be reused."""
+        """Remove gradients in the arena from the parameters, before the memory is reused."""
         for index in self._arena_offsets:
             parameter, state = self._produced[index]
             if state.place is StatePlace.ARENA:

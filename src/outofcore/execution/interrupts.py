@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DeferredSignals:
-    """Defers Ctrl-C and SIGTERM, if Python handles them, to the end of a block: ``with DeferredSignals(activity):``.
+    """Defers Ctrl-C and SIGTERM to the end of a block: ``with DeferredSignals(activity):``.
 
     The second signal (the third with ``stops=3``), or a later one, is handled at once if ``may_stop`` allows it;
     signals after it are dropped. A capture needs ``stops=3``: PyTorch calls Python from places where an exception would
@@ -43,7 +43,7 @@ class DeferredSignals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Defer a signal to the end; call its handler at once if enough signals came and the step may stop."""
+        """Defer a signal to the end of the block, or handle a repeated one now if the step may stop."""
         self._pending.append((number, frame))
         if len(self._pending) == 1:
             _log.warning(

@@ -54,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Register new states of a capture where they are, and rebind known ones; return all by storage id."""
+        """Track all persistent state of a capture, new and known; return the states by storage id."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
@@ -82,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Mark a state as at home if its tensors fill an unowned slot or a mapped file, else as in ordinary memory."""
+        """Set a state's place to a home if its bytes fill a slot or mapped file there, else to ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         slot = self._home_tensors.find(state.aliases[0].tensor)
@@ -98,7 +98,7 @@ class StateKeeper:
             state.set_shown(internals.view_storage_bytes(state.aliases[0].tensor)[: state.bytes])
 
     def _adopt_mapped_file(self, state: PersistentState) -> bool:
-        """Use the file that a state's tensor is mapped from as its slot; return False if that is impossible."""
+        """Use the file that backs a memory-mapped state as its slot; return False if that is impossible."""
         tensor = state.aliases[0].tensor
         if (
             state.slot is not None
@@ -116,7 +116,7 @@ class StateKeeper:
         return True
 
     def _current_mapping(self) -> MappedFiles:
-        """Return the files that are mapped into memory, after a refresh if they may have changed."""
+        """Return the files that are mapped into memory now."""
         if self._mapping is None:
             self._mapping = MappedFiles()
         elif not self._is_mapping_current:
@@ -125,7 +125,7 @@ class StateKeeper:
         return self._mapping
 
     def _keep_if_shared(self, state: PersistentState, alias: StateAlias) -> bool:
-        """Keep the user's tensor in place if other processes share its memory; return whether they do."""
+        """Keep a tensor in place if other processes share its memory; return whether they do."""
         if not self._current_mapping().is_shared(alias.tensor):
             return False
         alias.keep_in_place()
@@ -145,7 +145,7 @@ class StateKeeper:
                 alias.write_shared()
 
     def release_slots(self) -> None:
-        """Let the tensors of states at home own their slots, and free all other slots. The arena must be empty."""
+        """Pass the slots of states at home to the user's tensors, and free all others. The arena must be empty."""
         # States move to the last home first: the next owner could not free the room that it needs at a nearer one.
         last = len(self.slots) - 1
         for state in self._states.values():
@@ -163,7 +163,7 @@ class StateKeeper:
                 self.moves.release_slot(state)
 
     def reclaim(self) -> bool:
-        """Find all states again after another step used them; return False if their sharing or layouts have changed."""
+        """Locate all states again after another step used them; return False if layouts or sharing have changed."""
         existing = [state for state in self._states.values() if state.place is not StatePlace.ABSENT]
         if has_sharing_changed(existing) or has_layout_changed(existing):
             return False
@@ -175,7 +175,7 @@ class StateKeeper:
         return True
 
     def release_replacements(self) -> None:
-        """Detach tensors from their states if the user replaced their memory; then ``forget_all`` must be called."""
+        """Drop tensors with user-assigned memory from their states; ``forget_all`` must follow."""
         for state in release_replacements(self._states.values()):
             self.moves.release_slot(state)
             state.mark_absent()
@@ -189,7 +189,7 @@ class StateKeeper:
         self.generation += 1
 
     def gradient_state(self, captured: Captured, produced: GradientLeft) -> PersistentState:
-        """Return the state of a gradient that a step produces; a new state has no bytes yet."""
+        """Return the state of a gradient that a step produces; create it without bytes if it is new."""
         key = f"{captured.states[produced.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
@@ -207,7 +207,7 @@ class StateKeeper:
         raise StateError(f"{binding.key} has no tensor; please report it")
 
     def rebind(self, state: PersistentState, binding: StateBinding, tensor: torch.Tensor) -> None:
-        """Use the user's new tensor and its data for a state; raise ``StateError`` for another shape or dtype."""
+        """Use the user's new tensor and its data for a state; raise ``StateError`` for a new shape or dtype."""
         for alias in state.aliases:
             if alias.key != binding.key or alias.user_tensor is tensor:
                 continue
@@ -233,7 +233,7 @@ class StateKeeper:
             self.slots[state.home].home.start()
 
     def release_gradient(self, state: PersistentState) -> None:
-        """Detach a gradient from its state, and mark the state as absent; a tensor still in use keeps its bytes."""
+        """Remove a gradient from its state; a tensor that the user still holds keeps its bytes."""
         if state.place is StatePlace.ABSENT:
             return
         leftover = state.aliases[0].release_tensor()
@@ -252,7 +252,7 @@ class StateKeeper:
     def show_arena_gradient(
         self, state: PersistentState, value: Value, arena: DeviceArena, offset: int
     ) -> torch.Tensor:
-        """Point a produced gradient at its bytes at ``offset`` in the arena, and free its slot; return its tensor."""
+        """Point a produced gradient's tensor at its bytes in the arena; return the tensor."""
         is_unchanged = state.aliases[0].update_layout(value)
         if not is_unchanged or state.place is not StatePlace.ARENA or state.offset_in(arena.address) != offset:
             self.moves.release_slot(state)
@@ -260,7 +260,7 @@ class StateKeeper:
         return state.aliases[0].tensor
 
     def clear_gradient(self, state: PersistentState, binding: StateBinding) -> None:
-        """Replace a cleared gradient by a placeholder for the program; a tensor still in use keeps its bytes."""
+        """Replace a cleared gradient by a placeholder; a tensor that the user still holds keeps its bytes."""
         for alias in state.aliases:
             if alias.key == binding.key:
                 self._home_tensors.move_to_own_memory(alias.release_tensor())

@@ -105,7 +105,7 @@ class OpenHome:
                 target.copy_(source)
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the disk and offset of a tensor; None if it is elsewhere, or not contiguous whole pages."""
+        """Return the disk and offset of a tensor that can bypass the page cache; None for other tensors."""
         slot = self.home_tensors.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
@@ -148,7 +148,7 @@ class OpenHome:
             store.start()
 
     def occupy(self, step: object, move_out: Callable[[], None]) -> bool:
-        """Record which step uses an arena, after the previous one has moved out; return False if it is the same."""
+        """Let ``step`` use its arena after the previous step has left its own; return False if both are the same."""
         # ``move_out`` moves this step's tensors home when another step needs them.
         if self._occupant is not None and self._occupant[0] is step:
             return False
@@ -172,7 +172,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_host_limit(host_budget: int | str | None) -> int | None:
-    """Parse a limit of host memory to bytes, None to None; raise ``UnitError`` if it is invalid or below a page."""
+    """Parse a limit of host memory to bytes; raise ``UnitError`` if it is invalid or below a page."""
     limit = None if host_budget is None else parse_bytes(host_budget)
     if limit is not None and limit < PAGE_BYTES:
         raise UnitError(
@@ -218,7 +218,7 @@ def _initialize_vector_math() -> None:
 def open_device_homes(
     backend: CudaBackend, home: str | os.PathLike[str] | None, host_budget: int | str | None
 ) -> list[HomeStore]:
-    """Open the homes of a step on a GPU: pinned host memory, then a disk unless ``home`` is None or "host"."""
+    """Open the homes of a step on a GPU: pinned host memory and, if ``home`` names one, a disk."""
     limit = parse_host_limit(host_budget)
     if home is None or home == "host":
         return [backend.home(limit)]

@@ -66,7 +66,7 @@ def is_worth_replaying(calls: int, seconds: float) -> bool:
 
 
 class Replay:
-    """Records op calls as numbered entries, which native code repeats; keeps their tensors alive."""
+    """Records op calls as numbered entries, and repeats them by native code."""
 
     def __init__(self, library: ctypes.PyDLL, entries: int) -> None:
         handle = library.replay_new(entries)
@@ -95,7 +95,7 @@ class Replay:
         return True
 
     def record_call(self, number: int, run: BoundRun, scope: int) -> bool:
-        """Record the call after ``expect_call`` as entry ``number``; return whether it can be replayed."""
+        """Record the op call that was just made as entry ``number``; return whether it can be replayed."""
         name = internals.operator_name(run.func)
         if name is None:
             return False
@@ -123,7 +123,7 @@ class Replay:
         self._library.replay_issue(self._handle, number, *action)
 
     def set_waits(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
-        """Set the (queue, number) instructions that an entry waits for, and the number that it publishes, or None."""
+        """Set the (queue, number) instructions that an entry waits for, and the number that it reports when done."""
         flat = [part for wait in waits for part in wait]
         flat_waits = (ctypes.c_int64 * len(flat))(*flat)
         if self._library.replay_order(self._handle, number, len(waits), flat_waits, publishes or 0):
@@ -141,7 +141,7 @@ class Replay:
         queues: Copying | None = None,
         stops: int | None = None,
     ) -> int:
-        """Run entries from ``first`` to before ``end``; return the entry after the last one that ran.
+        """Replay the recorded entries from ``first`` to before ``end``; return the number of the next entry.
 
         Returns early where an entry waits for another queue, so that signals are handled. ``starts`` and ``ends``
         receive the times of ops, by instruction. With ``ends_scopes`` a scope ends with its op, not when the next one
@@ -186,7 +186,7 @@ class Replay:
 
 
 def replayable_spans(recorded: Sequence[bool]) -> list[int]:
-    """Return, for each op, the end of the recorded ops that start with it; its own index if it is not recorded."""
+    """Return, for each op, the index of the next op (or itself) that is not recorded."""
     # [True, True, False, True] has the ends [2, 2, 2, 4].
     ends = [*range(len(recorded)), len(recorded)]
     for index in reversed(range(len(recorded))):

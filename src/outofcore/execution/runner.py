@@ -51,7 +51,7 @@ class _PlacedProgram:
 
 
 class Runner:
-    """Runs one program in an arena. ``first_requests`` has the requests of an op's first run where they differ."""
+    """Runs the steps of one program in an arena."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Runner:
         self._costs = costs
         self._budget = budget
         self._requests = requests
-        self._first_requests = first_requests
+        self._first_requests = first_requests  # of ops that request other memory in their first run
         self._keeper = keeper
         self._generation = keeper.generation
         self._states = keeper.register(captured) if states is None else states
@@ -97,12 +97,12 @@ class Runner:
         return self._generation == self._keeper.generation
 
     def enter(self, arena: DeviceArena) -> None:
-        """Move the states to their places and load the program into the arena; on an error, move all states out."""
+        """Move the program's states to their places, and prepare the arena to run the program."""
         keeper = self._keeper
         for slots in keeper.slots:
             slots.home.start()
         with contextlib.ExitStack() as undo:
-            undo.callback(keeper.moves.leave_arena, arena)
+            undo.callback(keeper.moves.leave_arena, arena)  # after an error no state is in the arena
             bound = self._last_binding
             if bound is None or bound.arena is not arena:
                 bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
@@ -112,22 +112,22 @@ class Runner:
                 slots.grow_ahead(count)
             wholes = {part.whole for part in self.captured.ranges.values()}
             keeper.moves.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
-            lasting = self._persistent_slots()
+            offsets_at_home = self._persistent_slots()
             layout = allocate_slots(self.captured.graph, self._costs, self.program, keeper.slots)
             undo.callback(layout.free, keeper.slots)
-            self._placed = self._place(arena, bound, lasting, layout)
+            self._placed = self._place(arena, bound, offsets_at_home, layout)
             undo.pop_all()
 
     def _place(
-        self, arena: DeviceArena, bound: BoundProgram, lasting: dict[int, int], layout: SlotLayout
+        self, arena: DeviceArena, bound: BoundProgram, offsets_at_home: dict[int, int], layout: SlotLayout
     ) -> _PlacedProgram:
-        """Copy constants into the arena, and return the program with its request tables, slots, undo and lender."""
+        """Load constants into the arena, and build the tables and slots that runs of the program need."""
         slots = dict(layout.pieces)
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, CopyOut | CopyIn) and index not in slots:
                 block = self.program.blocks[instruction.block]
-                if block.storage in lasting:
-                    slots[index] = (SlotPiece(lasting[block.storage], block.bytes),)
+                if block.storage in offsets_at_home:
+                    slots[index] = (SlotPiece(offsets_at_home[block.storage], block.bytes),)
         workspaces = self._workspaces() if arena.is_synchronous else []
         table = ScopeTable(arena, requests_by_scope(self.captured, self.program, self._requests), workspaces)
         first_table = None
@@ -145,7 +145,7 @@ class Runner:
         if isinstance(arena, Arena) and arena.annex_bytes:
             lender = DemandEviction(self.captured, self.program, arena, self._budget, self._keeper.slots, undo)
             arena.lender = lender
-        copies = {storage: lasting[storage] for storage in self.program.clean}
+        copies = {storage: offsets_at_home[storage] for storage in self.program.clean}
         return _PlacedProgram(arena, bound, table, first_table, layout, slots, copies, undo, lasting_slots, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ class Runner:
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _persistent_slots(self) -> dict[int, int]:
-        """Map each storage with a slot at home between steps to its offset, and take the slots that are missing."""
+        """Map each storage with a lasting slot at a home to the slot's offset; take the slots that are missing."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is StatePlace.HOME or storage in self.program.clean:
@@ -167,7 +167,7 @@ class Runner:
         return slots
 
     def _load_constants(self, arena: DeviceArena) -> None:
-        """Copy constants into their blocks in the arena. Ops use constants on another device in place."""
+        """Copy the constants on the step's device into their blocks in the arena."""
         foreign = {value.storage for value in self.captured.values if value.foreign}
         for block in self.program.blocks:
             constant = None if block.storage is None else self.captured.constants.get(block.storage)
@@ -186,7 +186,7 @@ class Runner:
         self.yield_arena()
         self._last_binding = None
 
-    def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
+    def run(self, engine: Engine, argument_leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
         """Run one step; return the user's result, in memory of its own, and the timeline.
 
         With ``may_refuse`` a request beyond the budget fails a step that can be undone. Raises ``UpdateError`` if an
@@ -199,7 +199,7 @@ class Runner:
         to_publish = self._makes_state = self._adopt_replacements()
         self._keeper.read_shared()
         self._state_order.begin(creates_state=to_publish)
-        ports, results = self._ports(leaves)
+        ports, results = self._ports(argument_leaves)
         table = self._table = placed.table
         self._ran_first = False
         if placed.first_table is not None:
@@ -236,10 +236,10 @@ class Runner:
         self._state_order.end()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
-        return self._build_result(leaves, results), timeline
+        return self._build_result(argument_leaves, results), timeline
 
-    def _build_result(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
-        """Return the result of the user's function, with this run's tensors; ``leaves`` has its arguments' leaves."""
+    def _build_result(self, argument_leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
+        """Return the result of the user's function, built from the tensors of this run."""
         captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
@@ -250,7 +250,7 @@ class Runner:
                 case LeafKind.STATE:
                     returned.append(self._keeper.user_tensor(captured.states[leaf.index]))
                 case LeafKind.INPUT:
-                    returned.append(leaves[leaf.index])
+                    returned.append(argument_leaves[leaf.index])
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
         return internals.tree_unflatten(returned, captured.output_spec)
@@ -275,7 +275,7 @@ class Runner:
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Name the op that raised an error in a note, because the user's line is not on the stack."""
+        """Add the op that was running to an error, as a note."""
         progress = engine.read_progress()
         if progress is None:
             return
@@ -291,7 +291,7 @@ class Runner:
             error.add_note(f"Raised by {op.text}.")
 
     def _update_home_copies(self, placed: _PlacedProgram) -> _PlacedProgram:
-        """Write states that the user has changed to their home slots; return the program with its current slots."""
+        """Update home copies of states that the user has changed; return the program with its current slots."""
         for storage in self.program.clean:
             self._keeper.moves.update_home_copy(self._states[storage], placed.arena)
         copies = {storage: self._keeper.moves.ensure_slot(self._states[storage]) for storage in self.program.clean}
@@ -328,7 +328,7 @@ class Runner:
         return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Finish a failed step's copies; return False if they cannot be finished, or updates differ from PyTorch's."""
+        """Leave the model as plain PyTorch would after the same error; return False if that is impossible."""
         placed, captured, program = self._placed, self.captured, self.program
         progress = engine.read_progress()
         if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):
@@ -344,7 +344,7 @@ class Runner:
         return True
 
     def _check_after_run(self) -> None:
-        """Raise an error if another thread has moved a state, or a slot that the step has written is damaged."""
+        """Raise an error if another thread has moved a tensor, or if a written slot is damaged."""
         moved = self._keeper.find_displaced()
         if moved:
             raise StateError(
@@ -356,11 +356,11 @@ class Runner:
 
     @property
     def first_ops(self) -> Set[int]:
-        """The ops that request other memory in their first run, if the last run was such a first run."""
+        """The ids of ops with other memory requests in their first run; empty unless the last run was a first one."""
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def find_unplanned_requests(self) -> dict[int, Requests]:
-        """Return the last run's requests, by op, of the ops with unplanned requests of 64 KiB or more."""
+        """Return the observed memory requests of ops that exceeded their plan in the last run, by op."""
         if self._placed is None or self._table is None:
             return {}
         requests: dict[int, Requests] = {}
@@ -375,13 +375,13 @@ class Runner:
                 requests[run.op] = observed
         return requests
 
-    def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
-        """Return two maps by storage: the caller's memory for inputs and outputs, and the new tensors for outputs."""
+    def _ports(self, argument_leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
+        """Return the caller's memory for inputs and outputs, and the new output tensors, both by storage."""
         captured = self.captured
         ports: dict[int, Port] = {}
         for binding in captured.inputs:
             storage = captured.values[binding.value].storage
-            leaf = leaves[binding.leaf]
+            leaf = argument_leaves[binding.leaf]
             ports[storage] = Port(leaf.data_ptr(), captured.unrounded_bytes(storage), leaf)
         results: dict[int, torch.Tensor] = {}
         elsewhere = self._gradients.storages_in_arena() | self._gradients.states_at_home().keys()
@@ -394,7 +394,7 @@ class Runner:
         return ports, results
 
     def _show_new_state(self) -> None:
-        """Put tensors into the optimizers for the state that updates have created."""
+        """Put the state that updates have created into the user's optimizers."""
         created = {
             key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.created_state()
         }
@@ -425,7 +425,7 @@ class Runner:
 
 
 def derive_requests(run: BoundRun, planned: Requests, events: Sequence[AllocatorEvent], alignment: int) -> Requests:
-    """Derive an op's requests from one run's allocator events: its results, and one workspace for the rest."""
+    """Derive an op's memory requests for the next plan from the allocator events of one run."""
     sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
         if event.kind is EventKind.ALLOCATE:

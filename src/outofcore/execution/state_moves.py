@@ -19,7 +19,7 @@ _log = logging.getLogger("outofcore")
 
 
 class StateMoves:
-    """Moves states between places, and finds room at homes. States below 64 KiB use ordinary memory, not a slot."""
+    """Moves states between ordinary memory, homes and the arena. States below 64 KiB take no slot at a home."""
 
     def __init__(self, home_tensors: HomeTensors, states: Mapping[str, PersistentState]) -> None:
         self._home_tensors = home_tensors
@@ -39,7 +39,7 @@ class StateMoves:
         return state.slot
 
     def _take_slot(self, home: int, state: PersistentState) -> int:
-        """Take a slot for a state. If the home is full, make room in it; raise ``SpillError`` if it stays full."""
+        """Take a slot for a state at a home, and make room there if needed; raise ``SpillError`` if that fails."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:
@@ -65,7 +65,7 @@ class StateMoves:
         return slots.take(count)
 
     def _compact(self, home: int) -> None:
-        """Move the slots at a home in memory together, so that its free room is contiguous."""
+        """Defragment a home in memory, so that its free room is contiguous."""
         slots = self.slots[home]
         places = (StatePlace.HOME, StatePlace.ARENA)
         states = [s for s in self._states.values() if s.place in places and s.home == home and s.slot is not None]
@@ -95,7 +95,7 @@ class StateMoves:
         arena: DeviceArena,
         unwritten: Set[int] = frozenset(),
     ) -> None:
-        """Move the program's states to their places at the start of a step, and other states out of the arena.
+        """Move the states of a program to their planned places, and all other states out of the arena.
 
         No op writes the ``unwritten`` storages; in the arena they keep their bytes on a disk, so that they are evicted
         without a copy. Raises ``SpillError`` or ``TransferError``.
@@ -132,7 +132,7 @@ class StateMoves:
         self._states_in_files = [state for state in states.values() if self._is_in_file(state)]
 
     def _make_writable(self, state: PersistentState) -> None:
-        """Copy a state that is in a user's file to a slot of the home, because the step writes it."""
+        """Copy a state from a user's file to a slot of the home that the step may write."""
         if state.place is not StatePlace.HOME or state.slot is None or not self._is_range(state):
             return
         self._move_if_written(state)
@@ -151,7 +151,7 @@ class StateMoves:
         state.show(self._home_tensors.show(state.home, new, state.bytes), StatePlace.HOME)
 
     def _ensure_home_copy(self, state: PersistentState, home: int, arena: DeviceArena) -> None:
-        """Save the current bytes of a state in the arena to a slot at ``home``."""
+        """Ensure that a state in the arena has a current copy at ``home``."""
         if state.home != home:
             self.release_slot(state)
         if state.slot is None:
@@ -160,7 +160,7 @@ class StateMoves:
         self.update_home_copy(state, arena)
 
     def update_home_copy(self, state: PersistentState, arena: DeviceArena) -> bool:
-        """Save a state in the arena to its slot if the bytes differ; return whether they did."""
+        """Update the copy at home of a state in the arena; return whether it was out of date."""
         fingerprint = state.fingerprint()
         if fingerprint == state.home_fingerprint:
             return False
@@ -197,7 +197,7 @@ class StateMoves:
         )
 
     def leave_arena(self, arena: DeviceArena) -> None:
-        """Move every state out of the arena: to the nearest home with room or, if small, to ordinary memory."""
+        """Move every state out of the arena, to a home or to ordinary memory."""
         self._fixed_at_home = {id(state) for state in self._states.values()}
         for state in self._states.values():
             if state.is_unused():
@@ -219,7 +219,7 @@ class StateMoves:
     def _rearrange(
         self, placements: list[tuple[PersistentState, Block]], arena: DeviceArena, kept_ids: Set[int]
     ) -> None:
-        """Move states to their blocks in the arena; states with ids in ``kept_ids`` keep a copy at home."""
+        """Move states to their planned blocks in the arena, in an order that preserves their bytes."""
         offsets = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is StatePlace.ARENA}
         moving = [(s, b) for s, b in placements if id(s) in offsets and offsets[id(s)] != b.offset]
         sources = [(offsets[id(s)], offsets[id(s)] + b.bytes) for s, b in moving]
@@ -291,7 +291,7 @@ class StateMoves:
         state.show(home_tensor, StatePlace.HOME)
 
     def _move_to_arena(self, state: PersistentState, block: Block, arena: DeviceArena, *, keep: bool) -> None:
-        """Copy a state into its block (zeros if it has no bytes), and release its slot unless ``keep``."""
+        """Copy a state into its block in the arena; free its slot unless ``keep``."""
         target = arena.view(block.offset, state.bytes)
         if state.place is StatePlace.ABSENT:
             target.zero_()
@@ -310,7 +310,7 @@ class StateMoves:
 
 
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
-    """Return the indices of moves within a region, in an order that overwrites bytes only after they have moved.
+    """Return the indices of moves in an order that never overwrites bytes before they have moved.
 
     ``sources`` are (start, end), ``targets`` the new starts; both are disjoint. To break a cycle, one of its moves is
     returned as ``~index`` (negative): its bytes must leave the region at that point.

@@ -82,7 +82,7 @@ def step_facts(stats: StepStats) -> list[tuple[str, str]]:
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
-    """Return a planned call's statistics; copies of inputs and outputs are left out, ``off_plan`` counts requests."""
+    """Compute a step's statistics from its timeline; ``off_plan`` is the number of unplanned requests."""
     program = planned.program
     callers_storages = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
         captured.values[b.value].storage for b in captured.inputs

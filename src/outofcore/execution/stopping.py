@@ -27,7 +27,7 @@ def find_updates(captured: Captured, program: Program) -> tuple[int, ...]:
 
 
 def matches_plain_pytorch(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether the failed step made the same updates as plain PyTorch would have before the same op."""
+    """Return whether a failed step has made the same optimizer updates as plain PyTorch before the error."""
     started, ended = progress.started, progress.finished
     if not any(started[index] for index in find_updates(captured, program)):
         return True
@@ -37,17 +37,14 @@ def matches_plain_pytorch(captured: Captured, program: Program, progress: StepPr
 
 
 def can_stop(captured: Captured, program: Program, progress: StepProgress) -> bool:
-    """Return whether all ops that overwrite state without reading it have run, not counting optimizer updates.
-
-    Always False with ranges or replicas.
-    """
+    """Return whether all persistent state has valid bytes after a failed step; False if this is uncertain."""
     if captured.ranges or captured.replicas:
         return False
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) and not progress.finished[index]:
             op = captured.graph.ops[instruction.op]
             is_update = isinstance(captured.calls[instruction.op].func, OptimizerUpdate)  # new state has no bytes yet
-            overwritten = set(op.mutates) - set(op.reads)
+            overwritten = set(op.mutates) - set(op.reads)  # may have no valid bytes before the op has run
             if not is_update and not captured.graph.persistent.isdisjoint(overwritten):
                 return False
     return True
@@ -61,7 +58,7 @@ def finish_state_copies(
     homes: Sequence[Slots],
     progress: StepProgress,
 ) -> None:
-    """Make the outstanding copies of persistent state, in program order. All queues must be idle."""
+    """Make the copies of persistent state that a failed step did not finish. All queues must be idle."""
     for index, copy in enumerate(program.instructions):
         if not isinstance(copy, CopyIn | CopyOut) or progress.finished[index] or index not in slots:
             continue

@@ -51,7 +51,7 @@ class _EvictedBlock:
 
 
 class Undo:
-    """Restores the model after a failed run of one program; ``slots`` has each copy's pieces at home."""
+    """Restores the model after a failed run of one program."""
 
     def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[SlotPiece, ...]]) -> None:
         graph = captured.graph
@@ -86,7 +86,7 @@ class Undo:
         self._saved_generator_states: list[torch.Tensor] = []  # states of the generators when the step started
 
     def begin(self, arena: DeviceArena) -> None:
-        """Save the small states that ops other than updates change, and the states of random generators."""
+        """Save random generators and the small states that change before the updates, so that they can be restored."""
         if not self._is_supported:
             return
         first, last = self._saved_span
@@ -133,15 +133,15 @@ class Undo:
 
 
 def _find_evicted_blocks(
-    program: Program, wrapping: set[int], slots: Mapping[int, tuple[SlotPiece, ...]]
+    program: Program, persistent_block_ids: set[int], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> list[_EvictedBlock]:
-    """Describe the blocks with ids in ``wrapping`` that a copy out evicts during the step."""
+    """Describe the persistent blocks that the program copies out during a step."""
     evicted: list[_EvictedBlock] = []
     block_ids: set[int] = set()
     outs = [(i, c) for i, c in enumerate(program.instructions) if isinstance(c, CopyOut) and i in slots]
     for index, copy in outs:
         block = program.blocks[copy.block]
-        if block.id not in wrapping or index >= block.dies or block.id in block_ids:
+        if block.id not in persistent_block_ids or index >= block.dies or block.id in block_ids:
             continue
         block_ids.add(block.id)
         pieces = slots[index]

@@ -50,7 +50,7 @@ class CudaBackend:
         return max(budget // _RESERVE_SHARE, _MIN_RESERVE)
 
     def unavailable_bytes(self, budget: int, output_bytes: int, state_bytes: int) -> int:
-        """Return the bytes of a budget that outputs, the reserve and PyTorch's other memory take from the arena."""
+        """Return the bytes of a budget that outputs, other tensors and a reserve need outside of the arena."""
         # Outputs count twice, as the user may keep outputs of the last step.
         other_bytes = max(self.driver.allocated_bytes() - state_bytes, 0)
         segment = ALLOCATOR.segment

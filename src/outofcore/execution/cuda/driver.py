@@ -91,7 +91,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def step(self, bound: BoundProgram | None) -> Iterator[None]:
-        """Make the device current for a step, and the user's current stream its compute stream."""
+        """Enter the device for one step, with the user's current stream as the compute stream."""
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute
@@ -122,7 +122,7 @@ class CudaDriver:
             target.copy_(source, non_blocking=True)
 
     def make_tape(self, actions: Sequence[Action]) -> Tape:
-        """Return a tape that issues these actions by one native call."""
+        """Return a callable that issues all the actions by one native call."""
         transfers = [self._create_transfer(action) for action in actions if isinstance(action, FileTransfer)]
         remaining = iter(transfers)
         array = (_Action * len(actions))(*(self._to_native(action, remaining) for action in actions))
@@ -146,7 +146,7 @@ class CudaDriver:
         return Tape(play, native, keep_transfers if transfers else None, check)
 
     def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Capture the work of ``call`` as a CUDA graph; return a function that issues it, or None if this fails."""
+        """Capture ``call`` as a CUDA graph; return a function that replays it, or None if the capture fails."""
         # The capture has its own stream, since the default one cannot be captured. Graphs share a pool of memory for
         # off-plan requests, as each reads only memory of the pool that it has written itself.
         if self._capture_stream is None:
@@ -169,7 +169,7 @@ class CudaDriver:
         return graph.replay
 
     def _to_native(self, action: Action, remaining: Iterator[Posted]) -> _Action:
-        """Convert an action to native form; each file transfer takes its native transfer from ``remaining``."""
+        """Convert an action to native form; a file transfer uses the next item of ``remaining``."""
         match action:
             case WaitForMark(stream, mark):
                 return _Action(_Kind.WAIT, _stream_index(stream), self._event_handle(mark))
@@ -205,7 +205,7 @@ class CudaDriver:
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")
 
     def allocate_staging(self, count: int) -> torch.Tensor:
-        """Return page-aligned host memory, pinned if possible; start the transfer threads at the first call."""
+        """Return page-aligned host memory for transfers to and from files, pinned if possible."""
         if self._lanes is None:
             with torch.cuda.device(self.device):
                 streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
@@ -217,7 +217,7 @@ class CudaDriver:
         return home.tensor_of(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        """Issue a transfer between a file and host memory; raise ``TransferError`` if the device refuses it."""
+        """Issue a file read or write, depending on ``stream``; raise ``TransferError`` if the device refuses."""
         work = self._create_transfer(FileTransfer(stream, index, home, offset, memory))
         self._transfers.append(work)  # keeps it alive until it has run
         if status := self._issue_one(_Action(_Kind.TRANSFER, _stream_index(stream), ctypes.addressof(work))):
@@ -265,7 +265,7 @@ class CudaDriver:
         check_transfers(transfers)
 
     def to_pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy in pinned memory, or ``source`` if it is pinned already, empty, or cannot be pinned."""
+        """Return a copy of a tensor in pinned memory; return ``source`` if that is unnecessary or fails."""
         if not source.numel() or source.is_pinned():
             return source
         try:
@@ -300,7 +300,7 @@ class CudaDriver:
             self.synchronize()
 
     def _make_workspaces(self) -> None:
-        """Multiply small matrices, so that libraries allocate their workspaces for the current stream."""
+        """Make libraries such as cuBLAS allocate their workspaces for the current stream."""
         with torch.no_grad():
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
@@ -318,7 +318,7 @@ class CudaDriver:
         return torch.cuda.memory_reserved(self.device)
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return the median seconds of device time of ``call``, less the seconds of an empty call."""
+        """Return the median device time of ``call`` in seconds, without the overhead of the timing."""
         with torch.cuda.device(self.device):
             if self._event_seconds is None:
                 self._event_seconds = 0.0
@@ -337,7 +337,7 @@ class CudaDriver:
             return max(seconds - self._event_seconds, 0.0)
 
     def facts(self) -> Mapping[str, object]:
-        """Return the facts of device and libraries on which measured costs depend; they are part of cache keys."""
+        """Return the properties of device and libraries that measured costs depend on, for cache keys."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "device": properties.name,
@@ -393,7 +393,7 @@ class CudaArena:
         return self._open_region()
 
     def view(self, offset: int, count: int) -> torch.Tensor:
-        """Return a range as a tensor, which keeps the memory alive; raise ``ArenaError`` if it is not in the arena."""
+        """Return a range of the arena as a tensor; raise ``ArenaError`` if it is out of bounds."""
         region = self._open_region()
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
@@ -504,7 +504,7 @@ class _Lanes:
 
 
 def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int], counts: torch.Tensor) -> None:
-    """End transfer threads once the device is idle; the argument ``counts`` keeps their counters alive until then."""
+    """End the transfer threads once the device is idle; ``counts`` must live until then."""
     if lanes:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(device)  # no transfer may be posted from now on

@@ -77,7 +77,7 @@ class _GraphedCalls:
 
 
 class CudaEngine:
-    """Issues steps to one device; homes are in pinned host memory, with at most one disk behind it."""
+    """Issues the instructions of a step to the streams of one CUDA device."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class CudaEngine:
         self._bound = self._prepared = None
 
     def read_progress(self) -> StepProgress | None:
-        """Return the progress of the last step; None if the device failed, since errors may show at a later op."""
+        """Return the progress of the last step; None if it is unknown because the device failed."""
         if self._has_failed:
             return None
         count = 0 if self._prepared is None else len(self._prepared.issues)
@@ -132,7 +132,7 @@ class CudaEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Issue one step, and return the last measured timeline; the first six steps and every 32nd are measured."""
+        """Issue one step; return the timeline of the last measured step."""
         prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
             disk = any(copy.home for queue in bound.copies for copy in queue)
@@ -183,7 +183,7 @@ class CudaEngine:
         return prepared.timeline
 
     def _finish_after_error(self, error: BaseException) -> None:
-        """Wait for the issued work, since the caller will release its memory; further errors become notes."""
+        """Wait for the issued work after an error; add further errors to it as notes."""
         try:
             self._driver.synchronize()
         except DeviceError as failure:
@@ -193,7 +193,7 @@ class CudaEngine:
             error.add_note(f"A transfer failed as well: {failure}")
 
     def _begin(self, prepared: PreparedProgram, measured: bool) -> None:
-        """Let all streams of a step wait for the user's earlier work on the compute stream."""
+        """Make the streams of a step wait for the work that the user has issued before."""
         driver = self._driver
         if measured and not prepared.stamps:
             prepared.stamps = [driver.create_mark(timed=True) for _ in range(2 * len(prepared.issues))]
@@ -207,7 +207,7 @@ class CudaEngine:
             self._staging.begin()
 
     def _end(self, prepared: PreparedProgram, measured: bool) -> None:
-        """Let the compute stream wait for the ends of the other streams."""
+        """Make the compute stream wait until the other streams have finished the step."""
         driver = self._driver
         for stream, mark in prepared.ends.items():
             driver.record(stream, mark)
@@ -223,7 +223,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> None:
-        """Issue one instruction of a measured step between its two timed marks in ``stamps``."""
+        """Issue one instruction of a measured step, between two marks that record its times."""
         driver, stream = self._driver, issue.stream
         self._issue_waits(issue, driver)
         driver.record(first_stream(stream), stamps[2 * issue.index])
@@ -237,7 +237,7 @@ class CudaEngine:
         self._issue_marks(issue, driver)
 
     def _play(self, prepared: PreparedProgram, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue an unmeasured step in batches; the first such step records op calls for later ones."""
+        """Issue a step without measuring it, from recorded op calls if possible."""
         if prepared.batches is None:
             prepared.batches = self._make_batches(prepared)
         native = self._can_replay and internals.has_no_dispatch_modes()
@@ -262,7 +262,7 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> list[Batch]:
-        """Issue a step in batches and record its op calls; return the batches, with recorded ones combined."""
+        """Issue a step and record its op calls; return batches that replay the recorded calls."""
         replay = Replay(library, len(batches))
         recorded: list[bool] = []
         with replay.watch_calls():
@@ -288,7 +288,7 @@ class CudaEngine:
         return [*merged, *batches[merged_end:]]
 
     def _find_replayable(self, batches: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
-        """Return (first, end) of each span of recorded batches; no span mixes graphable and other batches."""
+        """Return (first, end) of each span of recorded batches that can be combined into one batch."""
         kinds = [
             0 if not is_recorded else 1 + self._can_be_graphed(batch)
             for batch, is_recorded in zip(batches, recorded, strict=True)
@@ -297,7 +297,7 @@ class CudaEngine:
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
     def _can_be_graphed(self, batch: Batch) -> bool:
-        """Return whether a batch may be part of a CUDA graph: one op, not random, with all tensors on the device."""
+        """Return whether a CUDA graph may contain a batch: one op, not random, with tensors on this device only."""
         run = None if batch.instruction is None else batch.instruction.run
         if not self._makes_graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
@@ -307,7 +307,7 @@ class CudaEngine:
         )
 
     def _combine(self, batches: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
-        """Combine the batches from ``first`` to before ``end`` into one native call, or into one CUDA graph."""
+        """Combine the batches from ``first`` to before ``end`` into one native call or CUDA graph."""
         tapes = [(number, batch.play) for number, batch in enumerate(batches) if isinstance(batch.play, Tape)]
         issued = [
             (number, tape.after_native)
@@ -316,7 +316,7 @@ class CudaEngine:
         ]
 
         def call() -> None:
-            """Replay the batches; on an error, record how many instructions the step had issued."""
+            """Replay the batches; after an error, record how many instructions were issued."""
             next_batch = first
             try:
                 next_batch = replay.run(first, end, table, None, None, ends_scopes=True)
@@ -338,7 +338,7 @@ class CudaEngine:
         return Batch(batches[end - 1].issued_count, call)
 
     def _make_batches(self, prepared: PreparedProgram) -> list[Batch]:
-        """Cut a program into batches: single ops, copies of the caller's memory, and tapes of other actions."""
+        """Divide a program into batches, each issued by one call from Python."""
         batches: list[Batch] = []
         between = ActionList()
 
@@ -393,7 +393,7 @@ class CudaEngine:
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy_user_memory(self, issue: PreparedInstruction, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a copy of the caller's memory; add its end to ``caller_marks`` if the step must await the copy."""
+        """Issue a copy between the arena and the caller's memory; mark its end if the caller must wait for it."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.arena_bytes is None:
             return

@@ -90,7 +90,7 @@ class Preparation:
         self._marks: dict[tuple[int, int], Mark] = {}  # by stream and number of the instruction in it
 
     def prepare(self) -> PreparedProgram:
-        """Return the program with the stream, waits, bytes and marks of each instruction."""
+        """Return the program with the stream, waits, tensors and marks of each instruction."""
         driver, bound, slots = self._driver, self._bound, self._slots
         issues: list[PreparedInstruction] = []
         runs = {run.index: run for run in bound.runs}
@@ -99,7 +99,7 @@ class Preparation:
         disk = any(copy.home for _, copy in copies.values())
         staged = sorted((index, stream is Stream.DISK_OUT) for index, (stream, copy) in copies.items() if copy.home)
         sources = reads_after_writes(staged, slots)
-        stored = {index: driver.create_mark() for index in sorted(set(sources.values()))}
+        stored_marks = {index: driver.create_mark() for index in sorted(set(sources.values()))}
         for index in range(len(bound.program.instructions)):
             if index in collectives:
                 stream, bound_item = Stream.COMMUNICATE, collectives[index]
@@ -109,8 +109,8 @@ class Preparation:
             if bound_item.awaited:
                 mark = self._marks[stream, bound_item.number] = driver.create_mark()
             issue = self._prepare_instruction(index, stream, bound_item, mark)
-            after = stored[sources[index]] if index in sources else None
-            issues.append(replace(issue, written_mark=after, stored_mark=stored.get(index)))
+            after = stored_marks[sources[index]] if index in sources else None
+            issues.append(replace(issue, written_mark=after, stored_mark=stored_marks.get(index)))
         shown = self._mark_host_copies(issues)
         started, stopped = driver.create_mark(timed=True), driver.create_mark(timed=True)
         collective_streams = COLLECTIVE_STREAMS if collectives else ()
@@ -122,7 +122,7 @@ class Preparation:
         return PreparedProgram(issues, shown, disk, driver.create_mark(), ends, [], started, stopped, generators)
 
     def _mark_host_copies(self, issues: list[PreparedInstruction]) -> list[Mark]:
-        """Mark the last copy in each direction between the arena and results in host memory; return the marks."""
+        """Mark the copies that must end before the user accesses results in host memory; return the marks."""
         bound, slots = self._bound, self._slots
         # The user may read these bytes as soon as the call has returned, or overwrite the source of a copy in.
         shown = set(bound.program.results)
@@ -138,7 +138,7 @@ class Preparation:
     def _prepare_instruction(
         self, index: int, stream: Stream, bound_item: BoundRun | BoundCopy, mark: Mark | None
     ) -> PreparedInstruction:
-        """Return an instruction with its waits and bytes; raise ``GraphError`` if it waits for a later one."""
+        """Return an instruction with its waits and tensors; raise ``GraphError`` if it waits for a later one."""
         marks, arena, slots = self._marks, self._bound.arena, self._slots
         missing = [wait for wait in bound_item.waits if wait not in marks]
         if missing:
@@ -174,7 +174,7 @@ def make_collective_call(run: BoundRun) -> Callable[[], None]:
 
 
 def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """Return a function that issues an op with its planned memory, and with the same random numbers at a rerun."""
+    """Return a function that issues an op; an op that runs twice in a step draws the same random numbers."""
     call = _make_planned_call(run, scope, table)
 
     def draw() -> None:
@@ -190,7 +190,7 @@ def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: Gener
 
 
 def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """Return a function that issues an op with its planned memory; specialized to save host time."""
+    """Return a fast function that issues an op with its planned memory."""
     issue, results = internals.bind_op(run.func, run.args, run.kwargs), run.results
     begin, end, returned = table.begin, table.end, internals.count_returned_tensors(run.func)
 
@@ -206,7 +206,7 @@ def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable
         finally:
             end()
 
-    def call_for_some() -> None:
+    def call_for_several() -> None:
         """Issue an op that returns several tensors."""
         begin(scope)
         try:
@@ -224,7 +224,7 @@ def _make_planned_call(run: BoundRun, scope: int, table: ScopeTable) -> Callable
     if not results or not returned:
         return call
     if returned > 1:
-        return call_for_some
+        return call_for_several
     [(_, address, _, stride)] = results
 
     def call_for_one() -> None:

@@ -63,7 +63,7 @@ class _Ring:
 
 
 class Staging:
-    """Issues copies between a device and a file; raises ``SpillError`` if there is no memory for buffers."""
+    """Copies between a device and a file through host buffers; raises ``SpillError`` without memory for them."""
 
     def __init__(
         self, driver: Driver, home: HomeStore, buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS
@@ -88,7 +88,7 @@ class Staging:
         self._in_ring.begin()
 
     def copy_out(self, index: int, chunks: Sequence[StagedChunk], issuer: Issuer | None = None) -> None:
-        """Issue a copy to the file: stream ``DISK_OUT`` fills buffers, stream ``WRITE`` writes them."""
+        """Issue a copy from the device to a file, through buffers in host memory."""
         driver, ring = issuer or self._driver, self._out_ring
         for chunk in chunks:
             buffer, used = ring.next()
@@ -104,7 +104,7 @@ class Staging:
     def copy_in(
         self, index: int, chunks: Sequence[StagedChunk], waits: Sequence[Mark], issuer: Issuer | None = None
     ) -> None:
-        """Issue a copy from the file: ``READ`` fills buffers, ``DISK_IN`` copies them to the device after ``waits``."""
+        """Issue a copy from a file to the device, through buffers in host memory."""
         driver, ring, pending_waits = issuer or self._driver, self._in_ring, list(waits)
         for chunk in chunks:
             buffer, used = ring.next()
@@ -128,14 +128,14 @@ def _whole_pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
 def reads_after_writes(
     copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> dict[int, int]:
-    """Map each read to the write that it must wait for, if any; ``copies`` are (instruction, whether it writes)."""
+    """Map each read instruction to the earlier write of the same pages that it must wait for, if any."""
     # Reads run in order, and so do writes: a read needs no wait if an earlier read has one for the
     # same or a later write.
     write_of: dict[int, int] = {}
     written: list[int] = []
-    awaited = 0  # number of writes that later reads already wait for
-    for index, writes in copies:
-        if writes:
+    awaited = 0  # number of writes that earlier reads already wait for
+    for index, is_write in copies:
+        if is_write:
             written.append(index)
             continue
         for count in range(len(written), awaited, -1):
