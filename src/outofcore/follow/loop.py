@@ -154,7 +154,7 @@ class Loop:
         self.end(keep_results=False)
 
     def start(self) -> Self:
-        """Run this thread within the budget from now on.
+        """Start the loop: run the ops of this thread within the budget from now on.
 
         The models' parameters, buffers and gradients move to the home at once, other tensors when an op uses them.
 
@@ -203,9 +203,9 @@ class Loop:
         return self
 
     def stop(self) -> None:
-        """End the loop. Its tensors stay valid; evicted ones are fetched as far as the budget holds them.
+        """End the loop; its tensors stay valid. May be called again.
 
-        May be called again. After ``measure=True``, prints the measured needs to stderr.
+        Fetches evicted tensors as far as the budget holds them. After ``measure=True``, prints the needs to stderr.
 
         Raises:
             StateError: another thread started the loop; ``outofcore.stop()`` ends it from any thread.
@@ -221,7 +221,7 @@ class Loop:
             print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
     def end(self, *, keep_results: bool = True) -> None:
-        """End the loop, from any thread. ``keep_results`` keeps the data for ``stats`` and ``report``."""
+        """End the loop from any thread, and by default keep the data for ``stats`` and ``report``."""
         with self._lock, contextlib.ExitStack() as cleanup:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
             if space is None:
@@ -257,7 +257,7 @@ class Loop:
                 self._space.call("follow_vacate")
 
     def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Move tensors, by default all, from the loop's memory to memory of their own."""
+        """Move tensors, by default all of them, out of the loop's memory."""
         with self._lock:
             if self._space is not None and tensors is None:
                 self._space.call("follow_release_all")
@@ -277,7 +277,7 @@ class Loop:
             return self._last_stats
 
     def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
-        """Write the last complete step as one self-contained HTML page.
+        """Write a report on the last complete step as one self-contained HTML page.
 
         It shows memory over time, measured ops and copies, which ops ran by plan or on demand, why ops waited, the
         evictions, and where and why the loop left its plans. A step lasts from one optimizer step to the next. Without
@@ -317,7 +317,7 @@ class Loop:
         return ReportPath(path)
 
     def trace(self, path: str | os.PathLike[str], *, profiler_trace: str | os.PathLike[str] | None = None) -> None:
-        """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
+        """Write a trace of the last complete step for Perfetto or chrome://tracing.
 
         Ops have the category "planned" or "on demand"; a mark shows where the loop left its plan.
 
