@@ -411,7 +411,7 @@ class _LogReader:
         return MemoryOverTime(tuple(times), levels_by_kind)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """Return one decision for each gap in which a storage was evicted."""
+        """Return the logged evictions as decisions of a plan."""
         op_count = len(self._ops)
         by_gap: dict[Gap, Decision] = {}
         for block, last, ops_before in self._evictions:
@@ -454,7 +454,7 @@ def _operator_name(names: Sequence[str], number: int) -> str:
 
 
 def observed_notes(observed: ObservedStep, plans: Sequence[PlanSummary]) -> list[tuple[str, str]]:
-    """Return a report's notes on a step and the recent plans, as pairs of name and text."""
+    """Return a report's notes on a step and the recent plans, as pairs of label and text."""
     graph, max_departures = observed.graph, 20
     size = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
     notes = [
