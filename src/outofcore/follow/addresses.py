@@ -230,7 +230,7 @@ _VARARGS_AND_KEYWORDS = 3
 
 
 def _redirect(undo: contextlib.ExitStack, function: Any, make_replacement: Callable[[int], int]) -> None:
-    """Redirect a built-in function to C code until ``undo`` is closed; does nothing outside CPython."""
+    """Redirect a built-in function to C code until ``undo`` is closed, if this is CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value

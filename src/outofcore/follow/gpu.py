@@ -81,7 +81,7 @@ def budget_for(room: int, library_bytes: int) -> int:
 
 
 def _measure_library_bytes(device: torch.device) -> int:
-    """Return the reserved GPU bytes that do not hold large tensors, such as cuBLAS workspaces."""
+    """Return the GPU bytes reserved for cuBLAS workspaces, small tensors and PyTorch's caches."""
     used = Counter(
         block["size"]
         for segment in torch.cuda.memory_snapshot()

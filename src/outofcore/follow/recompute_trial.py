@@ -34,7 +34,7 @@ class _Recipes(Protocol):
 
 
 class RecomputeTrial:
-    """A trial of recomputation, driven by the plans of a loop's steps."""
+    """Tries out whether recomputation makes the planned steps of a loop faster."""
 
     def __init__(self, recipes: _Recipes) -> None:
         self._recipes = recipes

@@ -41,7 +41,7 @@ def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> i
 
 
 def resolve_budget(limit: int | str | None, device: torch.device, models: Iterable[nn.Module] = ()) -> tuple[int, str]:
-    """Return the budget in bytes, and a text that names the available memory; empty for a limit in bytes.
+    """Return ``limit`` in bytes and, for a share of memory, a text that explains the number.
 
     ``limit`` is bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.
     Raises ``UnitError`` for any other ``limit``, ``InputError`` if the available memory is unknown or too small.

@@ -209,7 +209,7 @@ class FileRanges:
         file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.page_offset, spill, pages
 
     def drop_cache(self, home_tensor: torch.Tensor) -> bool:
-        """Release the cached pages of a range's tensor unless written to; return False for other tensors."""
+        """Return whether a tensor shows a range; if so, release the tensor's cached pages unless written."""
         offset = self._by_address.get(home_tensor.untyped_storage().data_ptr())
         file_range = None if offset is None else self._ranges.get(offset)
         view = None if file_range is None else file_range.live_view

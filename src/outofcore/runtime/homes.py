@@ -106,7 +106,7 @@ class HomeStore(ByteStore):
             raise damage_error(self.name, offset, len(target))
 
     def read_back(self, offset: int) -> None:
-        """Raise ``TransferError`` if a slot differs from its last write; does nothing without full checks."""
+        """With full checks, raise ``TransferError`` if a slot differs from its last write."""
         if self.sums is None or not self.sums.full or offset not in self.sums.recorded:
             return
         count, expected = self.sums.recorded[offset]

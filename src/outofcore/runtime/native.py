@@ -171,7 +171,7 @@ def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 def _load_once(flavor: Flavor) -> ctypes.PyDLL:
     """Load the native library, and build it first if necessary; raises ``StateError`` on failure."""
     if sys.platform != "linux":
-        raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
+        raise StateError(f"the native code runs only on Linux, and this is {sys.platform}; use Linux")
     library, name = library_file(flavor), f"outofcore-{flavor.value}"
     try:
         return load_or_build(

@@ -53,7 +53,7 @@ class Slots:
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
-        """Allocate a slot of ``count`` bytes in whole pages and return its offset; raises ``SpillError`` if full."""
+        """Allocate ``count`` consecutive bytes in whole pages and return their offset; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         for index, (start, end) in enumerate(self._free):
             if end - start >= count:
@@ -62,7 +62,7 @@ class Slots:
         return self._extend(count)
 
     def take_pieces(self, count: int) -> tuple[SlotPiece, ...]:
-        """Allocate ``count`` bytes in whole pages, in several pieces if necessary; raises ``SpillError`` if full."""
+        """Allocate ``count`` bytes in whole pages, in several pieces if necessary; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
             return (SlotPiece(self.take(count), count),)
@@ -135,7 +135,7 @@ class Slots:
         return files is not None and files.is_in_file(offset) and files.is_written(offset)
 
     def move_to_home(self, offset: int) -> None:
-        """Move a slot from a file, such as a checkpoint, to the home; does nothing if it is there already."""
+        """Move a slot from a file, such as a checkpoint, to the home, unless it is there already."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return

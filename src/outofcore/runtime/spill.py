@@ -67,7 +67,7 @@ class SpillFile(ByteStore):
         return Location(self._direct_descriptor, offset, count, self, Cache.PAST)
 
     def duplicate(self) -> tuple[int, int]:
-        """Return two new descriptors, buffered and if possible direct; raises ``SpillError`` on failure."""
+        """Return two new descriptors of the file, the second for direct I/O if possible; raises ``SpillError``."""
         descriptors: list[int] = []
         try:
             descriptors += [os.dup(self._descriptor)]
@@ -151,7 +151,7 @@ class SpillFile(ByteStore):
             raise StateError("the spill file is closed; compile the step again to go on")
 
     def _open_direct(self) -> int | None:
-        """Return a descriptor for direct I/O; None if the system refuses. Raises ``SpillError`` if a write fails."""
+        """Return a descriptor for direct I/O; None if the system refuses. Raises ``SpillError`` if a test fails."""
         try:
             return open_direct(self._descriptor, writes=True)
         except OSError as error:
@@ -159,7 +159,7 @@ class SpillFile(ByteStore):
             if isinstance(error, TransferError):
                 raise SpillError(str(error)) from error
             raise SpillError(
-                f"the spill directory {self.directory} cannot be written to ({error.strerror}); name another one"
+                f"the first write in the spill directory {self.directory} failed ({error.strerror}); name another one"
             ) from error
 
 
