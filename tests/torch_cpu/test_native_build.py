@@ -104,7 +104,7 @@ def test_cache_writable_by_others_is_not_trusted(
 
 def test_native_code_is_refused_outside_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.sys, "platform", "darwin")
-    with pytest.raises(StateError, match="written for Linux, and this is darwin"):
+    with pytest.raises(StateError, match="runs only on Linux, and this is darwin"):
         native._load_once.__wrapped__(native.Flavor.CPU)
 
 

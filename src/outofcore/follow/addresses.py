@@ -61,7 +61,7 @@ _OWN_PACKAGE = "outofcore."
 
 
 class AddressWatch:
-    """Calls ``fix`` before other code gets a storage's address; opens ``hold`` while a method reads its memory."""
+    """Detects code that takes a storage's address or reads its memory, and keeps that storage in place."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class AddressWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while this context is open, and afterwards as long as tensors are in a loop's memory."""
+        """Detect uses of addresses at least while this context is open."""
         with self._lock:
             self._open = True
             if self._undo is None:
@@ -91,7 +91,7 @@ class AddressWatch:
             self._unwrap_if_unused()
 
     def _unwrap_if_unused(self) -> None:
-        """Unwrap the methods, unless the watch is open, loop tensors exist or other code has wrapped one again."""
+        """Restore the wrapped methods if they are no longer needed."""
         with self._lock:
             # Watching continues as long as a tensor is in memory of a loop, open or not.
             if self._open or self._undo is None or has_loop_tensors():
@@ -110,10 +110,10 @@ class AddressWatch:
             self._fix(storage, until_next_op)
 
     def _wrap(self) -> contextlib.ExitStack:
-        """Wrap the methods and functions that expose or read memory; closing the returned stack restores them."""
+        """Wrap the methods that expose or read a tensor's memory; return a stack that restores them when closed."""
 
         def wrap_exporter(method: Callable[..., Any]) -> Callable[..., Any]:
-            """Return a wrapper that reports the storage, unless this library or a comparing module calls it."""
+            """Wrap ``method`` to report a storage before other code can use its address."""
 
             def report_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 caller = _calling_module(sys._getframe(1))
@@ -124,7 +124,7 @@ class AddressWatch:
             return _copy_name(report_and_call, method)
 
         def wrap_reader(method: Callable[..., Any]) -> Callable[..., Any]:
-            """Return a wrapper that opens ``hold`` for the storages of its arguments during each call."""
+            """Wrap ``method`` to keep the storages of its arguments in memory during each call."""
 
             def hold_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 with contextlib.ExitStack() as contexts:
@@ -165,24 +165,28 @@ class AddressWatch:
         return 0
 
     def _replace(
-        self, undo: contextlib.ExitStack, kind: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        undo: contextlib.ExitStack,
+        owner: Any,
+        name: str,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
-        """Wrap a method or property of the class ``kind``; ``undo`` restores it."""
-        plain: Any = getattr(kind, name)
+        """Wrap a method or property of the class ``owner`` until ``undo`` is closed."""
+        plain: Any = getattr(owner, name)
         getter: Any = getattr(plain, "fget", None)  # of a property
         wrapper = wrap(plain) if getter is None else property(wrap(getter))
-        replace_attribute(undo, kind, name, wrapper)
-        self._wrapped.append((kind, name, wrapper))
+        replace_attribute(undo, owner, name, wrapper)
+        self._wrapped.append((owner, name, wrapper))
 
 
-def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
-    """Set an attribute of a class; ``undo`` restores it, or deletes it if the class had only inherited it."""
-    previous = vars(kind).get(name)
-    setattr(kind, name, value)
+def replace_attribute(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> None:
+    """Set an attribute of the class ``owner`` until ``undo`` is closed."""
+    previous = vars(owner).get(name)
+    setattr(owner, name, value)
     if previous is None:
-        undo.callback(delattr, kind, name)
+        undo.callback(delattr, owner, name)
     else:
-        undo.callback(setattr, kind, name, previous)
+        undo.callback(setattr, owner, name, previous)
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:
@@ -195,7 +199,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the name of a frame's module, or of its caller's if that is ``torch.storage``; empty without a frame."""
+    """Return the module name of the nearest frame outside ``torch.storage``; empty if there is none."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -225,8 +229,8 @@ class _MethodDef(ctypes.Structure):
 _VARARGS_AND_KEYWORDS = 3
 
 
-def _redirect(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Redirect a built-in function to the C code at ``trampoline(its address)`` until ``undo``; only in CPython."""
+def _redirect(undo: contextlib.ExitStack, function: Any, make_replacement: Callable[[int], int]) -> None:
+    """Redirect a built-in function to C code until ``undo`` is closed, if this is CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
@@ -234,5 +238,5 @@ def _redirect(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[i
     if definition is None or definition.flags != _VARARGS_AND_KEYWORDS or definition.name != function.__name__.encode():
         return
     plain = definition.function
-    definition.function = trampoline(plain)
+    definition.function = make_replacement(plain)
     undo.callback(setattr, definition, "function", plain)

@@ -37,7 +37,7 @@ class CallStats:
 
 
 class BudgetedCalls:
-    """Calls training functions in eager PyTorch within a loop's budget. Starts the loop; pauses it between calls."""
+    """Calls training functions in eager PyTorch within a loop's budget; pauses the loop between calls."""
 
     def __init__(self, loop: Loop, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._loop, self._models, self._optimizers = loop, list(models), list(optimizers)
@@ -93,7 +93,7 @@ class BudgetedCalls:
         self._stop()
 
     def _run_in_loop(self, run: Callable[[], Any]) -> Any:
-        """Resume the loop for a call of ``run``, and return its result; convert native errors to our exceptions."""
+        """Call ``run`` while the loop is running, and return its result."""
         try:
             self._loop.resume()
             return run()
@@ -115,7 +115,7 @@ class BudgetedCalls:
             yield from state_of(optimizer)
 
     def _adopt_untracked(self) -> None:
-        """Adopt new tensors of models and optimizers; move them to copies if another step may own their memory."""
+        """Move new tensors of models and optimizers into the loop's memory, except memory shared with others."""
         untracked = self._loop.find_untracked([tensor for tensor in self._state_tensors() if CPU.can_move(tensor)])
         if not untracked:
             return
@@ -137,11 +137,11 @@ class BudgetedCalls:
         _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _detach_result(self, result: Any) -> Any:
-        """Return a result with detached tensors; move them out of the loop, except model and optimizer state."""
+        """Detach a result's tensors; move all except model and optimizer state out of the loop."""
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def detach_and_release(value: Any) -> Any:
-            """Detach a tensor; move it out of the loop unless it is state. Return other values unchanged."""
+            """Detach a tensor and, unless it is state, move it out of the loop; return other values unchanged."""
             if not isinstance(value, torch.Tensor):
                 return value
             if value.grad_fn is not None:

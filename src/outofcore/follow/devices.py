@@ -63,7 +63,7 @@ class LoopDevice:
         """Allocate the workspaces of libraries, if they have any, before the loop reserves its arena."""
 
     def add_homes(self, options: LoopHome, add: AddHome) -> None:
-        """Create the homes that ``options`` names, and pass each to ``add``; raises ``SpillError``."""
+        """Create the homes chosen by ``options``, and call ``add`` for each; raises ``SpillError`` on failure."""
         in_memory = options.home == "host"
         if in_memory or options.host_limit is not None:
             file = _create_memory_file()

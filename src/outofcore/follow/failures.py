@@ -13,7 +13,7 @@ from outofcore.units import format_bytes
 
 
 def explain_error(error: BaseException, names: KnownStorages | None = None) -> Exception | None:
-    """Convert a native error to a library exception; None for other errors. ``names`` has the parameters' names."""
+    """Return the library exception for an error of the native code; None for other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError):
         return None
@@ -39,7 +39,7 @@ def explain_error(error: BaseException, names: KnownStorages | None = None) -> E
 
 
 def _describe_op(op: str, parameter: str | None, trace: TracebackType | None) -> str:
-    """Describe an op by the user's line and its module, or its parameter if the op accumulates a gradient."""
+    """Describe an op for an error message: its name, its module or parameter, and the user's line."""
     if IN_BACKWARD in op:
         return op
     module, line = sources.find(places_of(trace))

@@ -48,7 +48,7 @@ class BudgetShares:
 
 
 def measure_shares(budget: int, device: torch.device) -> BudgetShares:
-    """Measure the bytes of libraries and divide the budget; raises ``BudgetError`` if the arena is too small."""
+    """Divide the budget between libraries and the loop's tensors; raises ``BudgetError`` if it is too small."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     libraries = _measure_library_bytes(device)
@@ -81,7 +81,7 @@ def budget_for(room: int, library_bytes: int) -> int:
 
 
 def _measure_library_bytes(device: torch.device) -> int:
-    """Return the bytes that PyTorch has reserved, less its used blocks of 64 KiB and more; cuBLAS workspaces count."""
+    """Return the GPU bytes reserved for cuBLAS workspaces, small tensors and PyTorch's caches."""
     used = Counter(
         block["size"]
         for segment in torch.cuda.memory_snapshot()
@@ -95,7 +95,7 @@ def _measure_library_bytes(device: torch.device) -> int:
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Let cuBLAS allocate its workspaces, for this thread and autograd's, before the arena exists."""
+    """Make cuBLAS allocate its workspaces now, for this thread and for autograd's thread."""
     with torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
@@ -108,10 +108,10 @@ def make_workspaces(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def refuse_graphs() -> Iterator[None]:
-    """Refuse CUDA graphs in this context by ``StateError``, because they keep the addresses of tensors."""
+    """Make captures and replays of CUDA graphs raise ``StateError`` while this context is open."""
 
     def make_refusal(action: str) -> Callable[..., Any]:
-        """Return a function that raises ``StateError``: a CUDA graph cannot be ``action``."""
+        """Return a function that raises ``StateError``; ``action`` is a participle, such as "captured"."""
 
         def refuse(*_: object, **__: object) -> None:
             raise StateError(

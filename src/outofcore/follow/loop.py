@@ -154,7 +154,7 @@ class Loop:
         self.end(keep_results=False)
 
     def start(self) -> Self:
-        """Run this thread within the budget from now on.
+        """Start the loop: run the ops of this thread within the budget from now on.
 
         The models' parameters, buffers and gradients move to the home at once, other tensors when an op uses them.
 
@@ -203,9 +203,9 @@ class Loop:
         return self
 
     def stop(self) -> None:
-        """End the loop. Its tensors stay valid; evicted ones are fetched as far as the budget holds them.
+        """End the loop; its tensors stay valid. May be called again.
 
-        May be called again. After ``measure=True``, prints the measured needs to stderr.
+        Fetches evicted tensors as far as the budget holds them. After ``measure=True``, prints the needs to stderr.
 
         Raises:
             StateError: another thread started the loop; ``outofcore.stop()`` ends it from any thread.
@@ -221,7 +221,7 @@ class Loop:
             print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
     def end(self, *, keep_results: bool = True) -> None:
-        """End the loop, from any thread. ``keep_results`` keeps the data for ``stats`` and ``report``."""
+        """End the loop from any thread, and by default keep the data for ``stats`` and ``report``."""
         with self._lock, contextlib.ExitStack() as cleanup:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
             if space is None:
@@ -257,7 +257,7 @@ class Loop:
                 self._space.call("follow_vacate")
 
     def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Move tensors, by default all, from the loop's memory to memory of their own."""
+        """Move tensors, by default all of them, out of the loop's memory."""
         with self._lock:
             if self._space is not None and tensors is None:
                 self._space.call("follow_release_all")
@@ -277,7 +277,7 @@ class Loop:
             return self._last_stats
 
     def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
-        """Write the last complete step as one self-contained HTML page.
+        """Write a report on the last complete step as one self-contained HTML page.
 
         It shows memory over time, measured ops and copies, which ops ran by plan or on demand, why ops waited, the
         evictions, and where and why the loop left its plans. A step lasts from one optimizer step to the next. Without
@@ -317,7 +317,7 @@ class Loop:
         return ReportPath(path)
 
     def trace(self, path: str | os.PathLike[str], *, profiler_trace: str | os.PathLike[str] | None = None) -> None:
-        """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
+        """Write a trace of the last complete step for Perfetto or chrome://tracing.
 
         Ops have the category "planned" or "on demand"; a mark shows where the loop left its plan.
 
@@ -350,7 +350,7 @@ class Loop:
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
 
     def _open_space(self, space: Space) -> None:
-        """Let ``space`` manage tensors from now on; raises ``StateError`` if a loop or compiled step is open."""
+        """Start the loop's native code; raises ``StateError`` if a loop or a compiled step is open."""
         if is_any_loop_running():
             raise StateError(
                 f"a loop is running already{self._other_loop_location()}, and only one can run at a time: end it with "
@@ -380,7 +380,7 @@ class Loop:
     def measurement(self) -> Measurement:
         """Return the loop's needs so far: its peak without evictions, its smallest budget, and predicted step times.
 
-        Times are predicted for steps that came at least twice, which takes seconds.
+        Predictions take seconds, and need a step that ran at least twice.
 
         Raises:
             StateError: the loop was not opened with ``measure=True``, or was never started.
@@ -401,7 +401,7 @@ class Loop:
         return needs.measurement(self._options.policy or "auto")
 
     def _store_results(self, space: Space) -> None:
-        """Store the stats, the needs and the log of a loop that ends; warn if ops exceeded the budget."""
+        """Keep the counters, measurements and log of a loop that ends."""
         self._last_stats = self._read_stats(space)
         if self._measurer is not None:
             self._needs, self._measurer = self._measurer.collect_needs(self._step_ends.count), None
@@ -447,7 +447,7 @@ class Loop:
             yield f"models[{index}]." if len(self._models) > 1 else "", model
 
     def _read_stats(self, space: Space) -> LoopStats:
-        """Return the native counters, completed with the budget and the memory of the process."""
+        """Return the loop's counters, including the budget and the memory of the process."""
         plans = 0 if self._planner is None else self._planner.plan_count
         stats = space.read_stats(steps=self._step_ends.count, plans=plans)
         memory = process_memory()
@@ -473,8 +473,8 @@ class Loop:
                 self._space.adopt(tensors, tell, count)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt a new optimizer's state and parameters. In a thread without the loop, list it as untracked instead."""
-        if not self._device.library.follow_tracked():
+        """Move a new optimizer's parameters and state to the home, if the loop runs in this thread."""
+        if not self._device.library.follow_tracked():  # a thread without the loop
             untracked_optimizers[id(optimizer)] = optimizer
             return
         untracked_optimizers.pop(id(optimizer), None)
@@ -489,7 +489,7 @@ class Loop:
             self._record_end(StepSign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
-        """End a step after a complete backward pass except the first, in loops where no optimizer ends steps."""
+        """Record a complete backward pass, which ends a step in loops that call no optimizer."""
         if (
             self._step_ends.sign is StepSign.OPTIMIZER
             or self._options.for_compiled_step
@@ -519,7 +519,7 @@ class Loop:
                 self._undo.callback(_remove_hook, hook)
 
     def end_step(self) -> None:
-        """End the current step. Then use a finished plan and plan the ended step if needed, or measure the step."""
+        """End the current step, and notify the planner or the measurer."""
         with self._lock:
             if self._space is None:
                 return

@@ -67,9 +67,9 @@ class LoopPlanner:
         self.plan_count = 0  # plans that were used
         self.recent_plans: deque[PlanSummary] = deque(maxlen=_LISTED_PLANS)
 
-    def on_step_end(self, steps: int, *, is_proposed: bool) -> None:
-        """Use a finished plan. Unless busy, start to plan the ended step (``is_proposed``) or improve a quick plan."""
-        stats = self._space.read_stats(steps=steps, plans=self.plan_count)
+    def on_step_end(self, step_count: int, *, is_proposed: bool) -> None:
+        """Use a plan that is ready, and start the next planning job if the planner is free."""
+        stats = self._space.read_stats(steps=step_count, plans=self.plan_count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
         self._reruns, self._rerun_microseconds = stats.reruns, stats.rerun_microseconds
@@ -90,18 +90,18 @@ class LoopPlanner:
                 schedule = schedule_of(record, planned.plan, planned.program)
                 seconds = planned.timeline.step_seconds
                 plan = LoopPlan(schedule, planned.plan.policy, seconds, self._is_busy, self._is_quick)
-                if self._use_plan(record, plan, steps, outcome.seconds):
+                if self._use_plan(record, plan, step_count, outcome.seconds):
                     self._store.store(record, self._room, self._planned_by, plan)
         if self.background.is_busy or not self._may_plan():
             return
         if is_proposed:
             self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
-            self._plan_step(steps)
+            self._plan_step(step_count)
         elif self._unproposed_steps > _SETTLED_STEPS and self._roughly_planned:
             record, rerun, was_recorded_busy = self._roughly_planned.popleft()
             if (rerun is not None) == reran:  # else the loop has switched recomputation on or off since
                 self._rerun_seconds, self._is_busy = rerun, was_recorded_busy
-                self._start_job(record, steps, is_quick=False)
+                self._start_job(record, step_count, is_quick=False)
 
     def _was_busy(self) -> bool:
         """Return whether other programs delayed the step that has ended; False if unknown."""
@@ -122,24 +122,24 @@ class LoopPlanner:
         """Return the seconds for which planning may compete with the loop."""
         return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended_steps, 1))
 
-    def _plan_step(self, steps: int) -> None:
-        """Use the stored plan of the proposed step; plan the step if it has none, or one made on a busy machine."""
+    def _plan_step(self, step_count: int) -> None:
+        """Use the ended step's stored plan; start to plan the step if that plan is missing or unreliable."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
         record = read_record(numbers, self._space.read_names("follow_names"))
         stored = self._store.find(record, self._room, self._planned_by)
         if stored is not None:
-            self._use_plan(record, stored, steps, 0.0)
+            self._use_plan(record, stored, step_count, 0.0)
             if self._is_busy or not stored.is_busy:
                 return
             _log.info("planning a step again: its stored plan was made with times of a busy machine")
-        self._start_job(record, steps, is_quick=True)
+        self._start_job(record, step_count, is_quick=True)
 
-    def _start_job(self, record: StepRecord, steps: int, *, is_quick: bool) -> None:
-        """Start to plan a step in the background, by the quick or the thorough search."""
+    def _start_job(self, record: StepRecord, step_count: int, *, is_quick: bool) -> None:
+        """Start to plan a recorded step in the background; ``is_quick`` allows a faster, rougher search."""
         # Round up, so that a few small tensors do not change the plan.
-        small = round_up(self._space.read_stats(steps=steps, plans=self.plan_count).peak_small_bytes, LARGE_BYTES)
+        small = round_up(self._space.read_stats(steps=step_count, plans=self.plan_count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))
         policy = quick_policy(self._policy) if is_quick else self._policy
         self._is_quick = is_quick and policy is not self._policy
@@ -147,8 +147,8 @@ class LoopPlanner:
         niceness = _FREE_NICENESS if is_free else _NICENESS
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
-    def _use_plan(self, record: StepRecord, plan: LoopPlan, steps: int, planning_seconds: float) -> bool:
-        """Pass a plan to the native code; return False if it refuses the plan as obsolete."""
+    def _use_plan(self, record: StepRecord, plan: LoopPlan, step_count: int, planning_seconds: float) -> bool:
+        """Pass a plan to the native code; return False if the code refuses the plan as obsolete."""
         numbers = plan.schedule.flatten()
         if not self._space.call("follow_schedule", record.bucket, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False
@@ -156,7 +156,7 @@ class LoopPlanner:
             self._roughly_planned.append((record, self._rerun_seconds, plan.is_busy))
         self.plan_count += 1
         self.recent_plans.append(
-            PlanSummary(steps, record.op_count, plan.policy, plan.predicted_seconds, planning_seconds)
+            PlanSummary(step_count, record.op_count, plan.policy, plan.predicted_seconds, planning_seconds)
         )
         _log.info(
             "steps of %d ops run by a plan of %s: %.3f s predicted, planned in %.1f s",

@@ -94,7 +94,7 @@ class LoopNeeds:
         return Measurement(self.steps, self.in_core_bytes, self.smallest_budget, self.op, predicted)
 
     def _predict(self, budget: int, room: int, policy: PolicyLike) -> Predicted:
-        """Predict the step time within ``budget``, which leaves ``room`` bytes for tensors."""
+        """Predict the step time within ``budget``, of which ``room`` bytes are left for tensors."""
         fits = budget >= self.smallest_budget
         if not fits or self.largest_step is None or not self.largest_step.costs.compute_seconds:
             return Predicted(budget, None, fits)
@@ -115,7 +115,7 @@ class LoopMeasurer:
         self._max_created_bytes = -1
 
     def on_step_end(self) -> None:
-        """Keep the step that has ended, if it creates more bytes than any step before it."""
+        """Keep the ended step if it creates more bytes than any earlier step."""
         numbers = self._space.read_numbers("follow_proposal")
         if not numbers:
             return
@@ -124,9 +124,9 @@ class LoopMeasurer:
         if created_bytes > self._max_created_bytes:
             self._largest, self._max_created_bytes = record, created_bytes
 
-    def collect_needs(self, steps: int) -> LoopNeeds:
-        """Return the loop's needs so far: its peak in core, its smallest budget, and budgets to predict times for."""
-        stats = self._space.read_stats(steps=steps, plans=0)
+    def collect_needs(self, step_count: int) -> LoopNeeds:
+        """Return the loop's needs so far: peak bytes, smallest budget, and the budgets for predictions."""
+        stats = self._space.read_stats(steps=step_count, plans=0)
         device, library_bytes = self._space.device, self._space.library_bytes
         need, op = self._space.largest_need() or (0, "")
         small = round_up(stats.peak_small_bytes, PAGE_BYTES)
@@ -134,4 +134,4 @@ class LoopMeasurer:
         smallest, in_core = (device.budget_for(room, library_bytes) if need else 0 for room in (need, total))
         budgets = [int(in_core * part) for part in FRACTIONS]
         rooms = tuple((budget, device.room_of(budget, library_bytes) - small) for budget in budgets)
-        return LoopNeeds(steps, in_core, smallest, op, rooms, self._largest)
+        return LoopNeeds(step_count, in_core, smallest, op, rooms, self._largest)

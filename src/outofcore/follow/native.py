@@ -71,7 +71,7 @@ def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
 
 @functools.cache
 def _load_once(flavor: Flavor) -> ctypes.CDLL:
-    """Load the native code for a device; register its kernels if no other library has done so."""
+    """Load the native code for the CPU or for CUDA; the first library registers its kernels with PyTorch."""
     library = load_unlocked(flavor)
     with _key.lock:
         if _key.owner is None:
@@ -82,7 +82,7 @@ def _load_once(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> None:
-    """Start or resume a loop's native code, with its library's kernels; raises ``StateError`` if a loop is open."""
+    """Start or resume the native code of a loop; raises ``StateError`` if another loop is open."""
     with _key.lock:
         if _key.owner is not library:
             if is_any_loop_running():
@@ -95,7 +95,7 @@ def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> 
 
 
 def _take_key(library: ctypes.CDLL) -> None:
-    """Register a library's kernels under the dispatch key; raises ``StateError`` if PyTorch itself uses it."""
+    """Register a library's kernels with PyTorch; raises ``StateError`` if PyTorch uses their dispatch key."""
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(
             f"torch {torch.__version__} itself uses the dispatch key that outofcore.budget() needs; "
@@ -144,7 +144,7 @@ class Refusal(ctypes.Structure):
 
 
 def refusal_of(text: str) -> tuple[str, Refusal] | None:
-    """Return the op and the numbers of a refusal of memory, given the error's text; None for other errors."""
+    """Return the op and the byte counts in an out-of-budget error's text; None for any other text."""
     numbers = Refusal()
     for library in loaded_libraries():
         op: bytes | None = library.follow_refusal(text.encode(errors="replace"), ctypes.byref(numbers))
@@ -154,7 +154,7 @@ def refusal_of(text: str) -> tuple[str, Refusal] | None:
 
 
 def error_of(text: str) -> Exception | None:
-    """Convert the text of a native error to an exception; None for refusals of memory and other texts."""
+    """Return the library exception for a native error's text; None for out-of-budget and other texts."""
     start = text.find(_MESSAGE_PREFIX)
     if start < 0 or refusal_of(text) is not None:
         return None

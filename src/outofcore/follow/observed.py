@@ -77,7 +77,7 @@ class Departure:
 
     @property
     def text(self) -> str:
-        """A sentence that describes the departure.
+        """A sentence that describes the departure from the plan.
 
         >>> Departure(3, 17, 0.0, Cause.OP, "aten::mm", "aten::mul", 0, 2, 20).text
         'aten::mul ran where aten::mm was planned; 2 ops ran on demand, then the plan resumed at op 20'
@@ -163,7 +163,7 @@ class _LogRow(NamedTuple):
 def read_observed(
     numbers: Sequence[int], names: Sequence[str], known: KnownStorages, budget: int, policy: str
 ) -> ObservedStep:
-    """Convert the native log's numbers to a step; ``known`` has the names and kinds of storages."""
+    """Build the observed step from the numbers of the native log."""
     remaining = iter(numbers)
     header = read_fields(remaining, _LogHeader)
     seconds = header.nanos / 1e9
@@ -206,7 +206,7 @@ def read_observed(
 
 
 class _LogReader:
-    """Builds the parts of an ``ObservedStep`` from a log of events; blocks keep the log's numbers."""
+    """Builds the parts of an ``ObservedStep`` from a log of events."""
 
     def __init__(self, log: Sequence[_LogRow], names: Sequence[str], known: KnownStorages) -> None:
         self._known = known
@@ -228,7 +228,7 @@ class _LogReader:
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
     def _read_rows(self, log: Sequence[_LogRow], names: Sequence[str]) -> None:
-        """Collect the ops, copies, evictions and frees from the rows, and the times that blocks were in memory."""
+        """Collect the logged ops, copies and evictions, and the periods in which blocks had memory."""
         current_stays: dict[int, int] = {}
         awaited: list[int] = []
         for row in log:
@@ -269,8 +269,8 @@ class _LogReader:
             elif row.event is LogEvent.FREED:
                 self._freed[block] = len(self._ops)
 
-    def _record_touch(self, row: _LogRow, stay: int | None) -> None:
-        """Record that the last op uses the row's block; ``stay`` numbers the block's current time in memory."""
+    def _record_touch(self, row: _LogRow, stay_index: int | None) -> None:
+        """Record that the latest op used a block; ``stay_index`` numbers the block's period in memory."""
         op = len(self._ops) - 1
         block = row.number
         uses = self._uses[block]
@@ -280,8 +280,8 @@ class _LogReader:
             uses.append(op)
         self._ops[-1][1].append(row)
         stays = self._executions[-1][6]
-        if stay is not None and stay not in stays:
-            stays.append(stay)
+        if stay_index is not None and stay_index not in stays:
+            stays.append(stay_index)
 
     def _is_storage(self, block: int) -> bool:
         """Return whether a block is a storage, and not an op's scratch memory."""
@@ -291,7 +291,7 @@ class _LogReader:
         return block not in self._freed and block not in self._creator
 
     def _kind(self, block: int) -> StorageKind:
-        """Return the known kind of a storage, or else a guess from its uses and copies."""
+        """Return the kind of a storage, guessed from its uses and copies if it is unknown."""
         if block in self._known:
             return self._known[block][1]
         if self._is_persistent(block):
@@ -334,7 +334,7 @@ class _LogReader:
         return owners.pop() if len(owners) == 1 else ""
 
     def _storage_name(self, block: int, ops: Sequence[Op]) -> str:
-        """Return a storage's known name, or the module and operator that created it; empty if neither is known."""
+        """Return a storage's name, or else the module and operator that created it; empty if unknown."""
         if block in self._known:
             return self._known[block][0]
         creator = self._creator.get(block)
@@ -343,8 +343,8 @@ class _LogReader:
         short = ops[creator].name.removeprefix("aten.").partition(".")[0]
         return f"{ops[creator].module} {short}".strip()
 
-    def program(self, seconds: float) -> tuple[Program, Timeline]:
-        """Return a program of the ops and copies by start time, and a timeline; the step took ``seconds``."""
+    def program(self, step_seconds: float) -> tuple[Program, Timeline]:
+        """Return the ops and copies as a program in order of start time, and the program's timeline."""
         order = sorted(range(len(self._executions)), key=lambda i: self._executions[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
         places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
@@ -380,22 +380,24 @@ class _LogReader:
         executed = [i for i in order if i in places]
         placed = tuple(self._block(number, self._stays[stay][0], *spans[number]) for stay, number in blocks.items())
         timeline = Timeline(
-            tuple(self._executions[i][0] for i in executed), tuple(self._executions[i][1] for i in executed), seconds
+            tuple(self._executions[i][0] for i in executed),
+            tuple(self._executions[i][1] for i in executed),
+            step_seconds,
         )
         return Program(tuple(instructions), placed), timeline
 
     def _block(self, number: int, block: int, first: int, last: int) -> Block:
         return Block(number, self._numbers[block], self._bytes[block], first, last + 1)
 
-    def memory(self, seconds: float) -> MemoryOverTime:
-        """Return the arena bytes in use over time, by kind of storage; the step took ``seconds``."""
+    def memory(self, step_seconds: float) -> MemoryOverTime:
+        """Return the arena bytes in use over time, by kind of storage."""
         changes: dict[str, dict[float, int]] = defaultdict(lambda: defaultdict(int))
         for block, start, end in self._stays:
             kind = self._kind(block).value if self._is_storage(block) else WORKSPACE
             changes[kind][start] += self._bytes[block]
             if end is not None:
                 changes[kind][end] -= self._bytes[block]
-        times = sorted({0.0, seconds}.union(*changes.values()))
+        times = sorted({0.0, step_seconds}.union(*changes.values()))
         levels_by_kind: dict[str, tuple[int, ...]] = {}
         for kind in [*(kind.value for kind in StorageKind), WORKSPACE]:
             if kind not in changes:
@@ -409,7 +411,7 @@ class _LogReader:
         return MemoryOverTime(tuple(times), levels_by_kind)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """Return one decision for each gap in which a storage was evicted."""
+        """Return the logged evictions as decisions of a plan."""
         op_count = len(self._ops)
         by_gap: dict[Gap, Decision] = {}
         for block, last, ops_before in self._evictions:
@@ -452,7 +454,7 @@ def _operator_name(names: Sequence[str], number: int) -> str:
 
 
 def observed_notes(observed: ObservedStep, plans: Sequence[PlanSummary]) -> list[tuple[str, str]]:
-    """Return a report's notes on a step and the recent plans, as pairs of name and text."""
+    """Return a report's notes on a step and the recent plans, as pairs of label and text."""
     graph, max_departures = observed.graph, 20
     size = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
     notes = [

@@ -54,7 +54,7 @@ class Recipes:
         self._switch(RecomputeMode.NOTING)
 
     def read_notes(self) -> tuple[ComputedStorage, ...]:
-        """Return the storages computed or saved since ``start_noting``, in the order of their ids."""
+        """Return the storages noted since ``start_noting``, with the time and inputs of their computation."""
         numbers = self._space.read_numbers("follow_notes")
         notes: list[ComputedStorage] = []
         position = 0
@@ -94,7 +94,7 @@ def _unpack(packed: _PackedTensor) -> torch.Tensor:
 
 
 def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
-    """Give recipes to the saved tensors of ``result``'s autograd node that can be recomputed and are unchanged."""
+    """Replace tensors that autograd saved for ``result`` by recipes that recompute them, where possible."""
     for saved in saved_tensors_of(result.grad_fn):
         # Unpacking makes a new tensor object, so keep a tensor if its identity may matter.
         tensor = saved.tensor
@@ -115,7 +115,7 @@ def _return_packed(packed: _PackedTensor, _: torch.Tensor) -> _PackedTensor:
 
 @functools.cache
 def _register_callback(library: ctypes.CDLL) -> object:
-    """Register the callback for results of ops with the native code. Return the callback, which must stay alive."""
+    """Make the native code call ``_replace_saved`` for results of ops; return the callback."""
 
     def offer(address: int) -> int:
         with DisableTorchFunction():

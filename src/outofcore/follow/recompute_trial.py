@@ -34,7 +34,7 @@ class _Recipes(Protocol):
 
 
 class RecomputeTrial:
-    """A trial of recomputation, driven by the plans of a loop's steps."""
+    """Tries out whether recomputation makes the planned steps of a loop faster."""
 
     def __init__(self, recipes: _Recipes) -> None:
         self._recipes = recipes
@@ -55,7 +55,7 @@ class RecomputeTrial:
         bytes_per_second: float,  # of the home, in one direction
         rerun_seconds: float | None,  # of recomputed ops; None if the step recomputes no storage
     ) -> None:
-        """Begin the trial if copies delay a new plan; decide it when a step with recomputation has a plan."""
+        """Start or decide the trial, given the predicted times of a new plan."""
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
         if self.phase is TrialPhase.UNTRIED and rerun_seconds is None:
             delay = seconds - compute_seconds
@@ -84,7 +84,7 @@ class RecomputeTrial:
             self.phase = TrialPhase.DECIDED
 
     def on_step_end(self) -> None:
-        """If the trial recorded the ended step, choose storages to recompute; without any, end the trial."""
+        """After the recorded step, choose storages to recompute; end the trial if no storage qualifies."""
         if self.phase is not TrialPhase.NOTING:
             return
         chosen = choose_recomputed(self._recipes.read_notes(), self._bytes_per_second, target_bytes=self._target_bytes)

@@ -130,26 +130,26 @@ def _list_ends(
     freed_in_next_step: Mapping[int, int],
     op_count: int,
 ) -> list[list[int]]:
-    """List the storages freed before each op and at the step's end, except any freed right after their last use."""
-    ends: list[list[int]] = [[] for _ in range(op_count + 1)]
+    """Return the storages that are freed some time after their last use, by index of the next op."""
+    late_frees: list[list[int]] = [[] for _ in range(op_count + 1)]
     for number, storage in enumerate(storages):
         if number in freed_in_next_step:
-            ends[freed_in_next_step[number]].append(number)
+            late_frees[freed_in_next_step[number]].append(number)
         elif not storage.persistent:
             end = storage.freed if storage.freed >= 0 else op_count
             if end > uses[number][-1] + 1:
-                ends[end].append(number)
-    return ends
+                late_frees[end].append(number)
+    return late_frees
 
 
 def _build_graph(
     storages: Sequence[_RecordedStorage],
     recorded_ops: Sequence[tuple[_RecordedOp, Sequence[_Touch]]],
-    ends: Sequence[Sequence[int]],
+    late_frees: Sequence[Sequence[int]],
     freed_in_next_step: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    """Return the graph, with a pseudo-op for each entry of ``ends``, and each op's cost and recorded index."""
+    """Return the graph with a pseudo-op for each late free, the cost of each op, and its recorded index."""
     ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
@@ -160,7 +160,7 @@ def _build_graph(
         costs.append(cost)
         places.append(position)
 
-    for position, ended in enumerate(ends):
+    for position, ended in enumerate(late_frees):
         for storage in ended:
             add(position, OpCost(0.0), FREED, (storage,), (), ())
         if position == len(recorded_ops):
@@ -187,7 +187,7 @@ def _storage_kind(storage: _RecordedStorage, *, is_carried: bool) -> StorageKind
 
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
-    """Convert the plan of a recorded step, and its program with arena offsets, to a schedule for native code."""
+    """Convert a step's plan and program to a schedule for the native code."""
     op_count, record_ops = len(record.graph.ops), record.op_count
     release: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []
@@ -211,10 +211,10 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
 def _collect_offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return (op, storage, offset) for each change of a storage's offset, and (op, offset) of scratch memory."""
+    """Return arena offsets: (op, storage, offset) for storages that move, (op, offset) for scratch memory."""
     last_offsets: dict[int, int] = {}
     offsets: list[tuple[int, int, int]] = []
-    scratch: list[tuple[int, int]] = []
+    scratch_offsets: list[tuple[int, int]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or record.graph.ops[run.op].name == FREED:
             continue
@@ -224,8 +224,8 @@ def _collect_offsets(
                 last_offsets[block.storage] = block.offset
                 offsets.append((record.places[run.op], block.storage, block.offset))
         if run.workspace is not None:
-            scratch.append((record.places[run.op], program.blocks[run.workspace].offset))
-    return tuple(offsets), tuple(scratch)
+            scratch_offsets.append((record.places[run.op], program.blocks[run.workspace].offset))
+    return tuple(offsets), tuple(scratch_offsets)
 
 
 def _measured_rate(copied_bytes: int, nanos: int, assumed: float) -> float:

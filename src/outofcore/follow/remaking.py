@@ -20,7 +20,7 @@ class ComputedStorage:
 def choose_recomputed(
     storages: Sequence[ComputedStorage], bytes_per_second: float, *, target_bytes: int | None = None
 ) -> tuple[int, ...]:
-    """Choose storages to recompute; return their ids in order, each followed by its intermediates.
+    """Return the ids of storages to recompute, each followed by the ids of its intermediate results.
 
     A storage qualifies if recomputing it is faster than copying it home and back, each way at ``bytes_per_second``, and
     if each of its inputs is persistent, or is saved and not recomputed. Up to three unsaved intermediates in a row are
@@ -63,7 +63,7 @@ class _Derivation:
 
 
 def _derive(target: ComputedStorage, by_id: Mapping[int, ComputedStorage], max_depth: int) -> _Derivation | None:
-    """Return how to compute a storage with fewer than ``max_depth`` intermediates in a row; None if impossible."""
+    """Return how to recompute a storage in chains of at most ``max_depth`` ops; None if impossible."""
     if target.seconds is None or max_depth == 0:
         return None
     seconds = target.seconds

@@ -56,10 +56,10 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _report_backward_passes() -> Iterator[None]:
-    """In this context, tell the running loops when an outermost backward pass ends after which its graph is freed."""
+    """Report each outermost backward pass to the running loops while this context is open."""
 
     def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run autograd's engine and return its result; report the pass if it is outermost."""
+        """Run autograd's engine and return its result; report the backward pass unless it is nested."""
         outermost, complete = current_autograd_node() is None, False
         try:
             result = engine(outputs, gradients, keep_graph, *args, **kwargs)

@@ -55,17 +55,17 @@ def forward_place(text: str) -> str:
 
 
 class Sources:
-    """Finds the module and the user's line of an op. ``models`` yields running loops' models with name prefixes."""
+    """Finds the module of an op and the user's line that called it."""
 
     def __init__(self, models: Callable[[], Iterable[tuple[str, nn.Module]]]) -> None:
-        self._models = models
+        self._models = models  # of running loops, with the prefixes of their names
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._buffers: dict[str, ctypes.Array[ctypes.c_char]] = {}
         empty_text = self._buffers[""] = ctypes.create_string_buffer(b"")
         self.callback = native_callback(self._describe_to_native, failed=ctypes.addressof(empty_text))
 
-    def find(self, places: Iterable[FramePlace], *, beyond_backward: bool = True) -> tuple[str, str]:
-        """Return an op's module (path and class) and the nearest ``file:line`` of the user; empty strings if unknown.
+    def find(self, frames: Iterable[FramePlace], *, beyond_backward: bool = True) -> tuple[str, str]:
+        """Return an op's module, as path and class, and the user's ``file:line``; empty texts if unknown.
 
         The path starts at a loop's model, or else at the outermost running module. In a ``torch.fx.GraphModule`` it
         ends with the node. Lines of installed packages count only if no other line is found. The search ends at a call
@@ -74,7 +74,7 @@ class Sources:
         innermost = outermost = None
         user_line = package_line = node = ""
         in_backward = False
-        for frame, number in places:
+        for frame, number in frames:
             code = frame.f_code
             in_backward |= code.co_name == _ENGINE
             if in_backward and not beyond_backward:
@@ -95,7 +95,7 @@ class Sources:
         return f"{path} ({kind})" if path else kind, user_line or package_line
 
     def _path(self, module: nn.Module, outermost: nn.Module) -> str:
-        """Return a module's path below a loop's model, or else below ``outermost``; empty if unknown."""
+        """Return a module's path within a loop's model, or else within ``outermost``; empty if unknown."""
         cached = self._paths.get(module)
         if cached is None:
             roots = (*self._models(), ("", outermost))

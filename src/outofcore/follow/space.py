@@ -40,19 +40,20 @@ class AdoptionResult(enum.IntEnum):
 
 
 class Space:
-    """The native part of one loop, which ctypes passes as a pointer; it must not be used after ``close``."""
+    """The native part of one loop; it must not be used after ``close``."""
 
     def __init__(self, device: LoopDevice, limit: int, check: Check, excess: Excess, *, is_planned: bool) -> None:
         self.device, self.library = device, device.library
         self.library_bytes = 0  # bytes of the budget that libraries keep, set by reserve()
         index, check_code = device.device.index or 0, _CHECK_CODES[check]
+        # ctypes passes this pointer as the argument.
         self._as_parameter_ = call(self.library, "follow_new", limit, index, check_code, int(is_planned), excess)
 
     def call(self, function: str, *arguments: object) -> int:
         return call(self.library, function, self, *arguments)
 
     def read_numbers(self, function: str) -> list[int]:
-        """Return all numbers that a native function writes to a buffer; the function must return their count."""
+        """Call a native function by name, and return the numbers that it writes to a buffer."""
         capacity = 0
         while True:  # other threads may add numbers between two calls
             numbers = (ctypes.c_int64 * capacity)()
@@ -69,7 +70,7 @@ class Space:
         self.library.follow_close(self)
 
     def reserve(self, budget: int) -> int:
-        """Reserve the arena, and return its room for tensors; raises ``BudgetError`` or ``ArenaError``."""
+        """Reserve the arena; return the bytes left for tensors. Raises ``BudgetError`` or ``ArenaError``."""
         shares = self.device.divide_budget(budget)
         self.library_bytes = shares.library_bytes
         if self.call("follow_reserve", shares.arena, shares.spare, shares.segments) == 0:
@@ -79,13 +80,15 @@ class Space:
             )
         return shares.room
 
-    def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, except shared file mappings and NumPy's memory; ``count`` is for progress."""
+    def adopt(
+        self, tensors: Iterable[torch.Tensor], report_progress: ProgressCallback = ignore_progress, total: int = 0
+    ) -> None:
+        """Move tensors to the home, except memory shared with files, other processes or NumPy."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
         unmoved_bytes = 0
         for position, tensor in enumerate(tensors, 1):
-            tell("move the model to its home", position - 1, count)
+            report_progress("move the model to its home", position - 1, total)
             if not self.device.can_move(tensor):
                 continue
             # A private mapping of a weights file can be adopted. A shared mapping must stay, since others see writes.
@@ -98,8 +101,8 @@ class Space:
             offset = 0 if mapping is None else mapping.offset + address - mapping.begin
             adopted = call(self.library, "follow_adopt", storage_address(storage), number, offset)
             unmoved_bytes += storage.nbytes() if adopted == AdoptionResult.HAS_ARRAY else 0
-        if count:
-            tell("move the model to its home", count, count)
+        if total:
+            report_progress("move the model to its home", total, total)
         if unmoved_bytes:
             _log.warning(
                 "%s of parameters and buffers stay where they are, outside the budget: NumPy arrays may share their "
@@ -115,7 +118,7 @@ class Space:
         return files[mapping]
 
     def find_untracked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors of 64 KiB and more that are not in the arena or the homes."""
+        """Return the tensors of 64 KiB and more that are outside the arena and the homes."""
         addresses = [storage_address(tensor.untyped_storage()) for tensor in tensors]
         untracked: list[torch.Tensor] = []
         begin, count = 0, len(addresses)
@@ -129,7 +132,7 @@ class Space:
         return untracked
 
     def largest_need(self) -> tuple[int, str] | None:
-        """Return the most bytes that an op needed at once, and a text about the op; None without such a record."""
+        """Return the largest memory need of an op in bytes, and a text about the op; None if not recorded."""
         numbers = Refusal()
         text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
         if text is None:
@@ -138,7 +141,7 @@ class Space:
         return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
 
     def read_stats(self, *, steps: int, plans: int) -> LoopStats:
-        """Return the native counters, completed by ``steps`` and ``plans``; the budget and memory are still 0."""
+        """Return the loop's counters, except the budget and the memory of the process, which are 0."""
         expected = (
             len(fields(LoopStats)) - 6
         )  # Python counts steps and plans, and has the budget and the memory of the process

@@ -140,7 +140,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
-    """Return the most important counters as pairs of name and text."""
+    """Return the most important counters for a report, as pairs of label and text."""
     waited, rerun = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
     moved = f"{format_bytes(stats.written_bytes)} evicted, {format_bytes(stats.fetched_bytes)} fetched"
     facts = [

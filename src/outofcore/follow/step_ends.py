@@ -22,7 +22,7 @@ class StepSign(enum.IntEnum):
 
 
 class StepEnds:
-    """Counts the steps of a loop, and chooses the source that ends them."""
+    """Counts the steps of a loop, and decides which events end them."""
 
     def __init__(self) -> None:
         self.count = 0  # ended steps
@@ -38,7 +38,7 @@ class StepEnds:
         return self._backward_passes > 1
 
     def record_end(self, sign: StepSign) -> None:
-        """Count a step that ``sign`` ended. If it is the strongest sign so far, only this sign ends later steps."""
+        """Count a step that an event of the kind ``sign`` has ended."""
         if sign > self.sign:
             if self.sign is StepSign.BACKWARD:  # the earlier passes belong to this step
                 self.count -= self._backward_passes
@@ -47,7 +47,7 @@ class StepEnds:
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
-        """Return whether a sign ends a step. The first ``source`` leads, until another one signs twice in between."""
+        """Return whether an event from ``source``, such as an optimizer, ends a step."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._other_sources:

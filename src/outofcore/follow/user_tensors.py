@@ -39,7 +39,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a model's initialised parameters and buffers, and gradients that no other thread may change."""
+    """Yield a model's initialised parameters and buffers, and the gradients that no other thread changes."""
     ids_trained_elsewhere = _find_trained_elsewhere()
     for parameter in model.parameters():
         if not isinstance(parameter, _UNINITIALIZED):
@@ -71,13 +71,13 @@ def inner_tensors_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def names_of_storages(
     space: Space, models: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]
 ) -> dict[int, tuple[str, StorageKind]]:
-    """Return names and kinds of the storages of models, gradients and optimizers, by the storage's native number."""
+    """Map the native number of each storage of models and optimizers to its name and kind."""
     names_and_kinds: dict[int, tuple[str, StorageKind]] = {}
     elsewhere = _find_trained_elsewhere()
     parameter_names: dict[int, str] = {}  # by id() of the parameter
 
     def record_name(tensor: object, name: str, kind: StorageKind) -> None:
-        """Record name and kind of the tracked storages of a tensor and of its gradient; the first name is kept."""
+        """Record the name and kind of a tensor's storages, and of its gradient if it is a parameter."""
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
             return
         for part in inner_tensors_of(tensor):

@@ -26,7 +26,7 @@ def default_budget(available: int, *, on_host: bool) -> int:
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
-    """Return a device's available bytes, on a GPU plus the bytes of ``models``; raises ``InputError`` if unknown."""
+    """Return the bytes on a device that a loop of ``models`` can use; raises ``InputError`` if unknown."""
     if device.type == "cpu":
         available = available_memory_bytes()
         if available is None:
@@ -41,7 +41,7 @@ def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> i
 
 
 def resolve_budget(limit: int | str | None, device: torch.device, models: Iterable[nn.Module] = ()) -> tuple[int, str]:
-    """Return a budget in bytes, and a text about its share of memory; empty text if ``limit`` is in bytes.
+    """Return ``limit`` in bytes and, for a share of memory, a text that explains the number.
 
     ``limit`` is bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.
     Raises ``UnitError`` for any other ``limit``, ``InputError`` if the available memory is unknown or too small.

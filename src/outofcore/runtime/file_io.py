@@ -85,7 +85,7 @@ class ByteStore(ABC):
 
 
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Write ``memory`` to a location (``writes``) or read it from there; return the bytes and an error code or 0."""
+    """Read ``memory`` from a location, or write it there; return the copied bytes and an error code or 0."""
     count, address = memory.nbytes, address_of(memory)
     needs_no_buffer = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
     bounce = None if needs_no_buffer else address_of(_thread_buffer())
@@ -119,7 +119,7 @@ def _thread_buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Return a new descriptor for direct I/O; None if refused. With ``writes``, a test overwrites the first page."""
+    """Return a new descriptor of a file for direct I/O; None if the system refuses."""
     try:
         # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
@@ -129,7 +129,7 @@ def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, direct)
         page = _thread_buffer()[:PAGE_BYTES]
-        # Some file systems accept the flag and refuse the I/O.
+        # Some file systems accept the flag and refuse the I/O. A test of writes overwrites the first page.
         for writing in (True, False) if writes else (False,):
             _, failure = transfer(Location(direct, 0, PAGE_BYTES, None, Cache.PAST), page, writes=writing)
             if failure > 0 and (failure == errno.EINVAL or not writes):

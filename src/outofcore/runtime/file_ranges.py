@@ -47,7 +47,7 @@ class Stamp:
 
 
 class ReadFile(ByteStore):
-    """A file that is read past the page cache. Raises ``InputError`` if unreadable or changed since ``stamp``."""
+    """A file opened for reading; raises ``InputError`` if it is unreadable or has changed since ``stamp``."""
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
@@ -63,7 +63,7 @@ class ReadFile(ByteStore):
             raise InputError(f"{path} was changed while it was being read; wait until it is complete, and try again")
 
     def check(self) -> None:
-        """Raise ``TransferError`` if the file has changed since ``stamp`` was made."""
+        """Raise ``TransferError`` if the file has changed since its stamp was taken."""
         now = Stamp.of(self.descriptor)
         if now != self.stamp:
             change = (
@@ -172,7 +172,7 @@ class FileRanges:
         return self._ranges[start], offset - start
 
     def tensor_of(self, offset: int) -> torch.Tensor:
-        """Return a range as a mapped uint8 tensor for the user; raises ``OSError`` if mapping fails."""
+        """Return a uint8 tensor that maps a range of a file; raises ``OSError`` if mapping fails."""
         file_range = self._ranges[offset]
         memory = None if file_range.view is None else file_range.view.memory(file_range.page_offset, file_range.bytes)
         if memory is None:
@@ -197,7 +197,7 @@ class FileRanges:
             advise_pages(file_range.live_view.address, file_range.live_view.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
-        """Copy a range, including the user's writes, to ``pages`` of the home. Its home tensor keeps the address."""
+        """Move a range from its file to ``pages`` of the spill file; the range's tensor keeps its address."""
         file_range = self._ranges[offset]
         home_tensor = self.tensor_of(offset)  # keeps the mapping alive until the end
         if file_range.view is None or home_tensor.data_ptr() != file_range.view.address + file_range.page_offset:
@@ -209,7 +209,7 @@ class FileRanges:
         file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.page_offset, spill, pages
 
     def drop_cache(self, home_tensor: torch.Tensor) -> bool:
-        """Drop a home tensor's cached pages if the user has not written to it; return False if it shows no range."""
+        """Return whether a tensor shows a range; if so, release the tensor's cached pages unless written."""
         offset = self._by_address.get(home_tensor.untyped_storage().data_ptr())
         file_range = None if offset is None else self._ranges.get(offset)
         view = None if file_range is None else file_range.live_view
@@ -231,7 +231,7 @@ def has_written_page(address: int, count: int) -> bool:
 
 @functools.cache
 def can_detect_writes() -> bool:
-    """Return whether the kernel reports written pages of private mappings; the test writes a temporary file."""
+    """Return whether the kernel reports which pages of a private mapping were written."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"\1" * 2 * PAGE_BYTES)

@@ -35,7 +35,7 @@ def in_memory(path: Path) -> bool:
 
 
 def default_spill_directory() -> Path:
-    """Return a folder on a disk, preferably the temporary folder; warn if all candidates are in memory."""
+    """Return the folder for spill files, preferably on a disk; warn if all candidates are in memory."""
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):
         return temporary

@@ -36,7 +36,7 @@ from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
 class HomeStore(ByteStore):
-    """A home, a backing store of evicted bytes. Its caller orders transfers of a slot and uses of its home tensor."""
+    """A home, the backing store of evicted bytes. It does not order concurrent uses of one slot."""
 
     sums: SlotChecksums | None = None  # of the slots written in this step; None: reads are not checked
 
@@ -106,7 +106,7 @@ class HomeStore(ByteStore):
             raise damage_error(self.name, offset, len(target))
 
     def read_back(self, offset: int) -> None:
-        """With full checks, read a slot and raise ``TransferError`` if it differs from the last write to it."""
+        """With full checks, raise ``TransferError`` if a slot differs from its last write."""
         if self.sums is None or not self.sums.full or offset not in self.sums.recorded:
             return
         count, expected = self.sums.recorded[offset]
@@ -215,7 +215,7 @@ class HostHome(HomeStore):
         return min(self._limit, self._bytes + self._available())
 
     def check(self, count: int) -> None:
-        """Raise ``SpillError`` if ``count`` bytes in total exceed the limit or the available host memory."""
+        """Raise ``SpillError`` if the home cannot grow to ``count`` bytes."""
         if count > self._limit:
             raise SpillError(
                 f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)} "
@@ -335,7 +335,7 @@ class PinnedHome(HostHome):
         return self._limit - self.bytes if self._trusts_limit else super()._available()
 
     def ensure(self, count: int) -> None:
-        """Grow the home to ``count`` bytes by one stretch, pageable if pinning is refused; raises ``SpillError``."""
+        """Grow the home to at least ``count`` bytes, pinned if possible; raises ``SpillError`` on failure."""
         start = self.bytes
         super().ensure(count)
         added = self.bytes - start
@@ -365,7 +365,7 @@ class PinnedHome(HostHome):
         )
 
     def grow(self, count: int) -> None:
-        """Grow to at least ``count`` bytes, and if memory permits by about a fourth of the present size."""
+        """Grow the home to at least ``count`` bytes, and add spare room if memory permits."""
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
             return
@@ -438,7 +438,7 @@ class DiskHome(HomeStore):
         self._ranges.move(offset, pages, self._require_file())
 
     def check(self, count: int) -> None:
-        """Raise ``SpillError`` if ``count`` bytes in total exceed the limit or the free space on disk."""
+        """Raise ``SpillError`` if the home cannot grow to ``count`` bytes."""
         count = max(count - self._ranges.bytes, 0)
         if self._limit is not None and count > self._limit:
             raise SpillError(
@@ -471,7 +471,7 @@ class DiskHome(HomeStore):
         return self._require_file().transfer_error(offset, count, failure, writes=writes)
 
     def tensor_of(self, offset: int, count: int) -> torch.Tensor:
-        """Map a slot as a uint8 tensor, coherent with direct I/O on Linux; raises ``TransferError`` on failure."""
+        """Return a uint8 tensor that maps a slot of the file; raises ``TransferError`` if mapping fails."""
         if offset >= FIRST_RANGE:
             return self._tensor_of_range(offset)
         file = self._require_file()
@@ -489,7 +489,7 @@ class DiskHome(HomeStore):
         return home_tensor
 
     def _tensor_of_range(self, offset: int) -> torch.Tensor:
-        """Return the home tensor of a range of another file; raises ``TransferError`` if it cannot be mapped."""
+        """Return a tensor that maps a range of another file; raises ``TransferError`` if mapping fails."""
         try:
             return self._ranges.tensor_of(offset)
         except OSError as error:
@@ -499,7 +499,7 @@ class DiskHome(HomeStore):
             ) from error
 
     def drop_cache(self, home_tensor: torch.Tensor) -> None:
-        """Drop a home tensor's pages from memory, except a changed range's; later uses read the file again."""
+        """Release the cached pages of a home tensor where possible; later uses read the file again."""
         storage = home_tensor.untyped_storage()
         if self._ranges.drop_cache(home_tensor):
             return

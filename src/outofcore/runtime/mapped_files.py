@@ -30,16 +30,16 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class FileMapping:
-    """Addresses [begin, end) at which a file is mapped from ``offset`` on. ``path`` was its path at that time."""
+    """A mapping of a file: addresses [begin, end) show its bytes from ``offset`` on."""
 
     begin: int
     end: int
     offset: int
     inode: int
-    path: str
+    path: str  # when the mappings were read
 
     def read_file(self) -> ReadFile | None:
-        """Return the file, open past the page cache; None if it is unreadable or another file now has its path."""
+        """Open the mapped file for reading; None if the file is unreadable or was replaced."""
         file = self.open()
         if file is None:
             return None
@@ -51,7 +51,7 @@ class FileMapping:
             os.close(file)
 
     def open(self) -> int | None:
-        """Return a descriptor to read the file; None if it is unreadable or another file now has its path."""
+        """Return a new descriptor of the mapped file; None if the file is unreadable or was replaced."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -95,7 +95,7 @@ class MappedFiles:
         self.refresh()
 
     def refresh(self) -> None:
-        """List the mappings of this process again, or no mappings if the system does not report them."""
+        """Read the mappings of this process from the system again."""
         try:
             with Path("/proc/self/maps").open(errors="surrogateescape") as file:
                 lines = list(file)
@@ -113,7 +113,7 @@ class MappedFiles:
         return self._mappings[index]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether writes to a tensor reach a file or another process. False for memory of this library."""
+        """Return whether writes to a user's tensor reach a file or another process."""
         if not is_in_host_memory(tensor):
             return False
         storage = tensor.untyped_storage()
@@ -127,7 +127,7 @@ class MappedFiles:
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERSHIP_TESTS)
 
     def find_unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """Return the file mapped at an address, and the offset in it; None if not mapped, unreadable or written to."""
+        """Return the file and offset that unchanged memory is mapped from; None for other memory."""
         mapping = self.find(address, count)
         if mapping is None:
             return None

@@ -64,7 +64,7 @@ def trim_heap() -> None:
 
 @contextlib.contextmanager
 def collect_new_garbage() -> Iterator[None]:
-    """At the end of this context, collect the garbage created in it, without a slow search of older objects."""
+    """At the end of this context, collect the garbage that was created in it."""
     is_outermost = not gc.get_freeze_count()  # do not unfreeze the user's frozen objects
     if is_outermost:
         gc.freeze()
@@ -105,7 +105,7 @@ def is_in_region(address: int) -> bool:
 
 
 class Region:
-    """A range of mapped pages. ``release`` frees it when its last region, memoryview or tensor is gone."""
+    """A range of mapped pages; ``release`` frees it when no region, memoryview or tensor uses it."""
 
     def __init__(self, address: int, count: int, release: Callable[[int, int], object] = unmap) -> None:
         self.address = address
@@ -154,7 +154,7 @@ class WeakRegion:
 
 
 def populate(address: int, count: int) -> None:
-    """Allocate physical memory for whole pages, in several threads; raises ``OSError``. No effect before Linux 5.14."""
+    """Allocate physical memory for mapped pages, in several threads; raises ``OSError`` on failure."""
     runs = [(address + offset, min(_RUN_BYTES, count - offset)) for offset in range(0, count, _RUN_BYTES)]
 
     def make(run: tuple[int, int]) -> int:
@@ -170,7 +170,7 @@ def populate(address: int, count: int) -> None:
             ThreadPoolExecutor(workers, thread_name_prefix="outofcore-pages") as pool,
         ):
             codes = list(pool.map(make, runs))
-    for code in codes:
+    for code in codes:  # other codes, as before Linux 5.14: the first use allocates
         if code in (errno.ENOMEM, errno.EFAULT):
             raise OSError(code, os.strerror(code))
 

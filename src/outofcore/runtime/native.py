@@ -169,9 +169,9 @@ def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 
 @functools.cache
 def _load_once(flavor: Flavor) -> ctypes.PyDLL:
-    """Load or build the native library; a ``StateError`` names the versions that an installed wheel was built for."""
+    """Load the native library, and build it first if necessary; raises ``StateError`` on failure."""
     if sys.platform != "linux":
-        raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
+        raise StateError(f"the native code runs only on Linux, and this is {sys.platform}; use Linux")
     library, name = library_file(flavor), f"outofcore-{flavor.value}"
     try:
         return load_or_build(
@@ -199,7 +199,7 @@ def load_unlocked(flavor: Flavor) -> ctypes.CDLL:
 
 
 def library_file(flavor: Flavor = Flavor.CPU) -> Path:
-    """Return the path of a wheel's library, present or not; it names versions, machine and a hash of the sources."""
+    """Return the path at which a wheel installs the native library, present or not."""
     hashed = hashlib.sha256()
     for path in sorted((*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"))):
         hashed.update(path.read_bytes())
@@ -233,7 +233,7 @@ def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 
 
 def _declare_functions(library: _Library, flavor: Flavor) -> _Library:
-    """Set the C types of a library's functions, and return the library; raises ``OSError`` if one is missing."""
+    """Set the C types of a library's functions; raises ``OSError`` if a function is missing."""
     for name, (result, arguments) in {**_PROTOTYPES, **(_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})}.items():
         try:
             function = getattr(library, name)
@@ -246,7 +246,7 @@ def _declare_functions(library: _Library, flavor: Flavor) -> _Library:
 
 
 def cuda_headers() -> Path | None:
-    """Return the folder with the CUDA runtime's headers; None if no usual folder has them."""
+    """Return the folder with the CUDA runtime's headers; None if they are not found."""
     packages = sorted(_TORCH.parent.glob("nvidia/*/include"))
     configured = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
     conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]

@@ -31,7 +31,7 @@ def share_page(first: Sequence[SlotPiece], second: Sequence[SlotPiece]) -> bool:
 
 
 class Slots:
-    """Allocates and frees slots in one home, at the lowest free pages. No slot crosses an edge of the home.
+    """Allocates and frees slots in one home, at the lowest free pages.
 
     A slot that the user sees between steps has consecutive pages. Other slots may be in several pieces, so that a home
     of limited size can be filled to the last page.
@@ -53,7 +53,7 @@ class Slots:
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
-        """Allocate ``count`` consecutive bytes, rounded up to pages; return their offset. Raises ``SpillError``."""
+        """Allocate ``count`` consecutive bytes in whole pages and return their offset; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         for index, (start, end) in enumerate(self._free):
             if end - start >= count:
@@ -62,7 +62,7 @@ class Slots:
         return self._extend(count)
 
     def take_pieces(self, count: int) -> tuple[SlotPiece, ...]:
-        """Allocate ``count`` bytes, rounded up to pages, in several pieces if need be. Raises ``SpillError``."""
+        """Allocate ``count`` bytes in whole pages, in several pieces if necessary; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
             return (SlotPiece(self.take(count), count),)
@@ -97,11 +97,11 @@ class Slots:
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
-        """Grow the home and allocate ``count`` bytes after its used pages, not across an edge; return the offset."""
+        """Grow the home, allocate ``count`` bytes at its end, and return their offset."""
         edges = self.home.edges
         has_free_tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
         first = start = self._free[-1][0] if has_free_tail else self._end
-        for edge in edges:
+        for edge in edges:  # no slot crosses an edge
             if first < edge < first + count:
                 first = edge
         self.home.grow(first + count)
@@ -135,7 +135,7 @@ class Slots:
         return files is not None and files.is_in_file(offset) and files.is_written(offset)
 
     def move_to_home(self, offset: int) -> None:
-        """Move a slot from another file to the home, if it is not there yet; its home tensors keep their addresses."""
+        """Move a slot from a file, such as a checkpoint, to the home, unless it is there already."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return
@@ -147,7 +147,7 @@ class Slots:
             undo.pop_all()
 
     def free(self, offset: int, count: int) -> None:
-        """Free a slot's pages in the home. A range of another file has pages in the home only after its move."""
+        """Free a slot, and the pages that it has in the home."""
         files = self.home.files
         if files is not None and files.is_range(offset):
             pages = files.release(offset)
@@ -178,7 +178,7 @@ class SlotLayout:
 
 
 def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> SlotLayout:
-    """Allocate pages for temporary slots; raises ``SpillError``, or ``GraphError`` if the plan exceeds a home."""
+    """Allocate home pages for the temporary slots of a program; raises ``SpillError`` or ``GraphError``."""
     # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[SlotPiece]] = [[] for _ in slots]
     allocated: list[list[SlotPiece]] = [[] for _ in slots]
@@ -212,7 +212,7 @@ def allocate_slots(graph: StepGraph, costs: Costs, program: Program, slots: Sequ
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
-    """Return the bytes of slots that a program needs, by home; raises ``GraphError`` if a home is too small."""
+    """Return the bytes that a program needs at each home; raises ``GraphError`` if a home is too small."""
     needed = [0] * max(len(costs.homes), 1)
     for storage, home in permanent_slots(graph, program).items():
         needed[home] += slot_bytes(graph.storages[storage].bytes)
@@ -226,7 +226,7 @@ def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
 
 
 def _assign_temporary_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse]:
-    """Return temporary slots in order, each with the slots it reuses; raises ``GraphError`` if a home is too small."""
+    """Plan which temporary slots reuse freed ones; raises ``GraphError`` if a home is too small."""
     order = assign_slots(graph, costs, program)
     if order is None:
         raise GraphError(

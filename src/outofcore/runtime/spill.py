@@ -67,7 +67,7 @@ class SpillFile(ByteStore):
         return Location(self._direct_descriptor, offset, count, self, Cache.PAST)
 
     def duplicate(self) -> tuple[int, int]:
-        """Return new descriptors, buffered and if possible direct; the caller closes them. Raises ``SpillError``."""
+        """Return two new descriptors of the file, the second for direct I/O if possible; raises ``SpillError``."""
         descriptors: list[int] = []
         try:
             descriptors += [os.dup(self._descriptor)]
@@ -86,7 +86,7 @@ class SpillFile(ByteStore):
         self._release()
 
     def grow(self, count: int) -> None:
-        """Allocate disk space for ``count`` bytes in total; if that fails, keep the size and raise ``SpillError``."""
+        """Allocate disk space, so that the file has at least ``count`` bytes; raises ``SpillError`` on failure."""
         self._check_open()
         total = round_up(count, PAGE_BYTES)
         if total <= self.bytes:
@@ -105,8 +105,9 @@ class SpillFile(ByteStore):
         self.bytes = total
 
     def check_length(self) -> None:
-        """Raise ``TransferError`` if the file was truncated: if it grew again, lost bytes would read as zeros."""
+        """Raise ``TransferError`` if the file was truncated."""
         self._check_open()
+        # If the file grew again, the lost bytes would read as zeros.
         length = os.fstat(self._descriptor).st_size
         if length < self.bytes:
             raise TransferError(
@@ -130,7 +131,7 @@ class SpillFile(ByteStore):
             os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
     def transfer_error(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        """Return the error of a failed transfer, with advice; ``failure`` is an errno, negative at the file's end."""
+        """Return the exception for a failed transfer; ``failure`` is an errno, negative at the file's end."""
         at_end = "the system wrote nothing" if writes else "the file ends there"
         reason = os.strerror(failure) if failure > 0 else at_end
         advice = {
@@ -150,7 +151,7 @@ class SpillFile(ByteStore):
             raise StateError("the spill file is closed; compile the step again to go on")
 
     def _open_direct(self) -> int | None:
-        """Open a descriptor for direct I/O; None if the system refuses. Raises ``SpillError`` if writes fail."""
+        """Return a descriptor for direct I/O; None if the system refuses. Raises ``SpillError`` if a test fails."""
         try:
             return open_direct(self._descriptor, writes=True)
         except OSError as error:
@@ -158,12 +159,12 @@ class SpillFile(ByteStore):
             if isinstance(error, TransferError):
                 raise SpillError(str(error)) from error
             raise SpillError(
-                f"the spill directory {self.directory} cannot be written to ({error.strerror}); name another one"
+                f"the first write in the spill directory {self.directory} failed ({error.strerror}); name another one"
             ) from error
 
 
 def _open_unnamed(directory: Path) -> int:
-    """Open a new file, readable by this user alone, that vanishes with its last descriptor."""
+    """Create a private file without a name, and return its descriptor."""
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
