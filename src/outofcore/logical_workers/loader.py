@@ -75,7 +75,7 @@ class WorkerProgress:
         )
 
     def draw_batches(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
-        """Make each worker's batch by ``batch_of``, with that worker's own random generators; return them by worker."""
+        """Return a batch for each worker, made with the worker's own random generators."""
         batches: dict[int, Any] = {}
         drawn: dict[int, Context] = {}
         with preserve_generators(self._gpu):
@@ -87,7 +87,7 @@ class WorkerProgress:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
-        """Return each worker's context before a step on ``batches``; for drawn batches, the context after drawing."""
+        """Return the random states with which each worker begins a step on the batches."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
