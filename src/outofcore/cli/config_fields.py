@@ -161,7 +161,7 @@ def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str]
 
 
 def quantisation_of(content: Mapping[str, Any]) -> str:
-    """Describe a model's quantised weights, e.g. as "quantization_config (gptq, 4 bits)"; "" if it has none."""
+    """Describe a model's quantised weights, e.g. as "quantization_config (gptq, 4 bits)"; else return ""."""
     for name, value in content.items():
         if name in QUANTISED and value:
             return f"{name} ({_quantization_text(value)})"

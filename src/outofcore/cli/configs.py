@@ -303,7 +303,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
-    """Return the model's class in transformers; raise ``InputError`` if none fits the configuration."""
+    """Return the model's class in transformers; raise ``InputError`` if there is no such class."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
@@ -333,7 +333,7 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
 
 
 def _model_labels(model_class: type[nn.Module]) -> Labels:
-    """Return the kind of labels from which a model computes its loss; ``Labels.NONE`` if it takes none."""
+    """Return the kind of labels from which a model computes its loss; ``Labels.NONE`` if it takes no labels."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():

@@ -383,15 +383,13 @@ class _SizeSearch:
         return None if crossing is None else max(min(int(crossing), size), 0)
 
 
-def _search_count(
-    bytes_needed: Callable[[int], int], known_needs: dict[float, int], memory: int, max_count: int
-) -> int:
-    """Return the largest count up to ``max_count`` that needs at most ``memory`` bytes; 0 if none does."""
-    points = dict(known_needs)
+def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int], memory: int, max_count: int) -> int:
+    """Return the largest count up to ``max_count`` that needs at most ``memory`` bytes, or 0."""
+    points = dict(known_bytes)
 
     def fits(count: int) -> bool:
         if count not in points:
-            points[count] = bytes_needed(count)
+            points[count] = bytes_at(count)
         return points[count] <= memory
 
     low, high = 0, max_count + 1

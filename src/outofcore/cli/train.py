@@ -330,7 +330,7 @@ def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptio
 
 
 def _saved_steps(extra: Any) -> int:
-    """Return the number of steps in a checkpoint's extra data; raise ``InputError`` if it has none."""
+    """Return the number of steps in a checkpoint's extra data; raise ``InputError`` if it is missing."""
     steps = extra.get("steps") if isinstance(extra, dict) else None
     if not isinstance(steps, int):
         raise InputError(
