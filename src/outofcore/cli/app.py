@@ -176,7 +176,7 @@ def _answer_config(
 
 
 def _check_zoo(kind: TargetKind | None, zoo: ZooOptions, batch: int) -> None:
-    """Refuse options of zoo models for any other target, which would ignore them; ``kind`` is None for a graph file."""
+    """Refuse options of zoo models if the target is not a zoo model."""
     if kind is TargetKind.ZOO:
         return
     source = "a graph file" if kind is None else kind.value

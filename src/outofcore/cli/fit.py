@@ -51,7 +51,7 @@ class Axis:
     min_size: int = 1  # the smallest size
 
     def training_at(self, training: Training, strides: int) -> Training:
-        """Return the options with this size set to ``strides`` times the stride, but at least ``min_size``."""
+        """Return the training options with this size set to a number of strides."""
         return replace(training, **{self.field: max(strides * self.stride, self.min_size)})
 
 
@@ -59,7 +59,7 @@ BATCH_AXIS = Axis("batch", "samples", 1, 1 << 16)
 
 
 def sequence_axis(model_config: ModelConfig) -> Axis:
-    """Return the axis of sequence lengths. They are multiples of 64, or of 1 for models of fewer than 256 positions."""
+    """Return the axis for a search over sequence lengths."""
     max_tokens = model_config.sequence_limit or 1 << 24
     stride = 64 if max_tokens >= 4 * 64 else 1
     return Axis(
@@ -473,7 +473,7 @@ def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepG
 
 
 def _benefit_key(memory: int | None, change: Change) -> tuple[float, float]:
-    """Return a sort key for changes: by time for those whose step fits, then by memory."""
+    """Return a sort key: changes with a step that fits come first, by time, then the others, by memory."""
     need = change.need
     if memory is None or need.bound_seconds is None:
         return (float("inf"), need.smallest_budget if memory is not None else need.in_core_budget)

@@ -198,7 +198,7 @@ def _module_spec(launch: Launch) -> importlib.machinery.ModuleSpec:
 
 
 def _set_first_search_folder(folder: str) -> None:
-    """Replace the first entry of the search path, the folder of this program."""
+    """Replace the first entry of ``sys.path``, the folder of this program, with the given folder."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

@@ -243,7 +243,7 @@ def _seed_dropout(work: Workload, processes: CommandProcesses) -> None:
 
 
 def _open_home(places: PlaceOptions, stack: ExitStack) -> outofcore.OpenHome | None:
-    """Open a home to build the model in; None for a GPU, where the step opens its own homes."""
+    """Open a home in which the model is built; return None for a GPU."""
     if open_backend(places.device).driver is not None:
         return None
     return stack.enter_context(outofcore.open_home(places.home, places.host_bytes))

@@ -192,7 +192,7 @@ def _gap_key(decision: Decision) -> tuple[int, int]:
 
 
 def _gap_row(decision: Decision, ops: int) -> list[object]:
-    """Return a gap's residency, the ops before and after it, and 1 if the second op is in the next step."""
+    """Return a row for a gap: its residency, the ops at its ends, and 1 if it ends in the next step."""
     return [decision.residency.value, decision.gap.start, decision.gap.end % ops, int(decision.gap.end >= ops)]
 
 
