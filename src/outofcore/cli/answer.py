@@ -115,7 +115,7 @@ class Subject:
         return planning.smallest_budget(self.graph, self.costs)
 
     def for_budget(self, budget: int | None) -> Subject:
-        """Return the step, or its version with split ops if only that version fits the budget."""
+        """Return the step, or its version with split ops if the whole ops do not fit the budget."""
         if self.split_file is None or budget is None or budget >= self.whole_budget:
             return self
         return replace(self, title=f"{self.title}, large ops split", file=self.split_file, split_file=None)
