@@ -47,7 +47,7 @@ Printer = Callable[[str], None]
 
 @contextmanager
 def answer_printer(*, alone: bool) -> Generator[Printer]:
-    """Yield ``print``; with ``alone``, keep the texts until the block ends, and send other output to stderr."""
+    """Yield a function that prints answers; with ``alone``, all other output goes to stderr."""
     if not alone:
         yield print
         return
@@ -115,7 +115,7 @@ class Subject:
         return planning.smallest_budget(self.graph, self.costs)
 
     def for_budget(self, budget: int | None) -> Subject:
-        """Return the version to plan for a budget: with split ops only if whole ops do not fit."""
+        """Return the step, or its version with split ops if the whole ops do not fit the budget."""
         if self.split_file is None or budget is None or budget >= self.whole_budget:
             return self
         return replace(self, title=f"{self.title}, large ops split", file=self.split_file, split_file=None)
@@ -155,7 +155,7 @@ def plan_subject(subject: Subject, budget: int, policy: str) -> PolicyResult:
 
 
 def print_plan(subject: Subject, budget: int | None, policy: str, options: AnswerOptions, printer: Printer) -> bool:
-    """Print a step's memory needs and, with a budget, its plan; write requested files. Return False if no plan fits."""
+    """Print a step's memory needs and, with a budget, its plan; return False if no plan fits the budget."""
     whole_subject, subject = subject, subject.for_budget(budget)
     if options.save_graph is not None:
         write_graph(options.save_graph, subject.file)
@@ -312,28 +312,28 @@ def _sweep_budgets(subject: Subject) -> list[tuple[str, int]]:
 
 
 def print_comparison(subject: Subject, budgets: Sequence[int], options: AnswerOptions, printer: Printer) -> bool:
-    """Print a table of all policies at all budgets (without any, at default ones); return whether any plan fits."""
+    """Print a comparison of all policies at several budgets; return whether any plan fits."""
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
     named = named or (_sweep_budgets(subject) if options.sweep else _comparison_budgets(subject))
-    cells = [(label, plan_subject(subject, budget, policy)) for label, budget in named for policy in POLICIES]
+    results = [(label, plan_subject(subject, budget, policy)) for label, budget in named for policy in POLICIES]
     if options.picture is not None:
-        _write_sweep_page(subject, cells, options.picture)
+        _write_sweep_page(subject, results, options.picture)
     if options.as_json:
-        content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in cells]}
+        content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in results]}
         printer(json.dumps(content, indent=2))
     else:
-        printer((_sweep_text if options.sweep else _compare_text)(subject, named, cells))
-    return any(result.planned is not None for _, result in cells)
+        printer((_sweep_text if options.sweep else _compare_text)(subject, named, results))
+    return any(result.planned is not None for _, result in results)
 
 
-def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
+def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], results: Sequence[Cell]) -> str:
     compute_seconds = subject.costs.compute_seconds
     lines = _heading_lines(subject)
     head = ("policy", "fits", "step", "slowdown", "evicted", "fetched", "recompute", "peak", "planning")
     for label, budget in budgets:
         rows = [
             (result.policy, *_figure_texts(subject, result, compute_seconds))
-            for _, result in cells
+            for _, result in results
             if result.budget == budget
         ]
         name = "" if label == format_bytes(budget) else f", {label}"
@@ -343,7 +343,7 @@ def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: S
 
 
 def _figure_texts(subject: Subject, result: PolicyResult, compute_seconds: float) -> tuple[str, ...]:
-    """Return the cells of a table row: the figures of a plan, or "no" and dashes without a plan."""
+    """Return the cells of a plan's table row; if no plan fits, these are "no" and dashes."""
     report = result.report
     plan_time = format_seconds(result.plan_seconds)
     if report is None:
@@ -360,8 +360,8 @@ def _figure_texts(subject: Subject, result: PolicyResult, compute_seconds: float
     )
 
 
-def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
-    times = {(result.policy, result.budget): result.report for _, result in cells}
+def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], results: Sequence[Cell]) -> str:
+    times = {(result.policy, result.budget): result.report for _, result in results}
     rows: list[tuple[str, ...]] = [("budget", *POLICIES)]
     for label, budget in budgets:
         reports = [times[policy, budget] for policy in POLICIES]
@@ -383,8 +383,8 @@ def _title_lines(subject: Subject) -> list[str]:
     return [subject.title, *notes, *([NOTE] if subject.costs.is_busy else [])]
 
 
-def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
-    label, result = cell
+def _cell_content(subject: Subject, labelled_result: Cell) -> dict[str, object]:
+    label, result = labelled_result
     report = result.report
     return {
         "label": label,
@@ -396,10 +396,11 @@ def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
     }
 
 
-def _write_sweep_page(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
+def _write_sweep_page(subject: Subject, results: Sequence[Cell], path: Path) -> None:
+    """Write an HTML chart of step time over budget, with a line for each policy."""
     lines = {
         policy: sorted(
-            (result.budget, result.report.seconds) for _, result in cells if result.policy == policy and result.report
+            (result.budget, result.report.seconds) for _, result in results if result.policy == policy and result.report
         )
         for policy in POLICIES
     }
@@ -420,7 +421,7 @@ def write_plan_report(subject: Subject, budget: int, policy: str, options: Repor
 
 
 def check_plan_file(graph: Path, plan: Path, budget: int | None) -> None:
-    """Check that a saved plan computes a step within a budget (default: its own); raise ``ValidationError`` if not."""
+    """Check that a saved plan computes its step within a budget; raise ``ValidationError`` if it does not."""
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)
     limit = saved.budget if budget is None else budget

@@ -150,7 +150,7 @@ def _answer_config(
     as_json: bool,
     printer: answer.Printer,
 ) -> bool:
-    """Print the plans of a ``config.json``; return whether all fit. Refuse a real device other than the CPU."""
+    """Print memory needs and plans of the model in a ``config.json``; return whether every budget has a plan."""
     preset = simulated(places.device)
     reason = (
         "a config.json is planned for a simulated device; name one, such as --device h100 (--device list prints all)"
@@ -176,7 +176,7 @@ def _answer_config(
 
 
 def _check_zoo(kind: TargetKind | None, zoo: ZooOptions, batch: int) -> None:
-    """Refuse options of zoo models for any other target, which would ignore them; ``kind`` is None for a graph file."""
+    """Refuse options of zoo models if the target is not a zoo model."""
     if kind is TargetKind.ZOO:
         return
     source = "a graph file" if kind is None else kind.value
@@ -185,7 +185,7 @@ def _check_zoo(kind: TargetKind | None, zoo: ZooOptions, batch: int) -> None:
 
 
 def _check_source(model: str | None, graph: Path | None, places: PlaceOptions) -> None:
-    """Refuse options that give neither or both of ``model`` and ``graph``, or a device for a graph."""
+    """Refuse a command that names neither a model nor a graph file, or both."""
     is_file = graph is not None
     refuse(
         (
@@ -212,6 +212,7 @@ def _find_subject(
     sharing: SharingOptions,
     onnx: OnnxOptions,
 ) -> answer.Subject:
+    """Return the step to plan, with its costs: read from a graph file, or built from a model."""
     if graph is not None:
         return answer.read_subject(graph)
     subjects = import_module("outofcore.cli.subjects")
@@ -324,7 +325,7 @@ def run(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary at the end.")] = False,
 ) -> None:
-    """Run a Python script within a memory budget, unedited, or an ONNX file on arrays.
+    """Run an unedited Python script, or an ONNX file on arrays, within a memory budget.
 
     Options come before the script; arguments after it are passed to the script. The exit status is that of the script.
     """
@@ -436,7 +437,7 @@ def doctor(
 
 
 def main() -> None:
-    """Run the command line. A script of ``run`` starts once typer has ended, with the original ``sys.excepthook``."""
+    """Run the command line; a script of ``outofcore run`` starts after typer has ended."""
     hook, launch = sys.excepthook, None
     try:
         app(prog_name="outofcore")

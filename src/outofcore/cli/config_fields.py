@@ -38,14 +38,13 @@ _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], config_class: Any, class_of: Callable[[object], Any]) -> None:
-    """Raise ``InputError`` for impossible sizes; ``class_of`` returns the configuration class of a ``model_type``."""
     _check_fields(path, content, "", config_class, class_of)
 
 
 def _check_fields(
     path: Path, content: Mapping[str, Any], prefix: str, config_class: Any, find_class: Callable[[object], Any]
 ) -> None:
-    """Raise ``InputError`` for invalid sizes in a configuration or a nested one at ``prefix``, e.g. "text_config."."""
+    """Raise ``InputError`` if a model configuration, or one nested in it, has an invalid size."""
     defaults = _default_config(config_class)
     aliases: Mapping[str, str] = getattr(config_class, "attribute_map", {})
     core = _CORE | {aliases.get(name, name) for name in _CORE}
@@ -90,7 +89,7 @@ def _is_size(name: str, value: object, default: object) -> bool:
 
 
 def _check_size(path: Path, shown_name: str, name: str, value: Any, default: Any, *, is_core: bool) -> None:
-    """Raise ``InputError`` if a size, or an element of a list, is not a whole number in its range; most may be None."""
+    """Raise ``InputError`` if a size, or one in a list of sizes, is not a whole number or is out of range."""
     if isinstance(value, dict) or (value is None and not (is_core and _is_whole(default))):
         return
     max_size = _MAX_LAYERS if _STACKED.fullmatch(name) else _MAX_SIZE
@@ -118,7 +117,7 @@ def _short_text(value: object) -> str:
 def _check_heads(
     path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, aliases: Mapping[str, str]
 ) -> None:
-    """Check that key-value heads divide attention heads, and that these divide the hidden size if they must."""
+    """Raise ``InputError`` if a number of attention heads does not fit the key-value heads or the hidden size."""
 
     def field_of(name: str) -> tuple[str, int] | None:
         key_name = next((key for key in (name, aliases.get(name, name)) if key in content), aliases.get(name, name))
@@ -162,7 +161,7 @@ def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str]
 
 
 def quantisation_of(content: Mapping[str, Any]) -> str:
-    """Return the field and method of quantised weights, such as "quantization_config (gptq, 4 bits)"; else ""."""
+    """Describe a model's quantised weights, e.g. as "quantization_config (gptq, 4 bits)"; else return ""."""
     for name, value in content.items():
         if name in QUANTISED and value:
             return f"{name} ({_quantization_text(value)})"
@@ -173,10 +172,10 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
     return ""
 
 
-def _quantization_text(value: Any) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    settings = cast("dict[str, Any]", value)
+def _quantization_text(config_value: Any) -> str:
+    if not isinstance(config_value, dict):
+        return str(config_value)
+    settings = cast("dict[str, Any]", config_value)
     method = next((str(settings[name]) for name in _METHODS if settings.get(name)), None)
     bits = settings.get("bits") or (
         "4" if settings.get("load_in_4bit") else "8" if settings.get("load_in_8bit") else None

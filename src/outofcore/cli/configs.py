@@ -178,7 +178,7 @@ class ConfiguredStep:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence logs, warnings and stderr in the block, since users cannot follow the advice of transformers."""
+    """Silence transformers in the block: log messages up to warnings, Python warnings, and stderr."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -260,7 +260,7 @@ def _model_type(path: Path, content: Mapping[str, Any], known_types: Any, versio
 
 
 def _config_notes(config: Any, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return notes for the user, if code that the file names is not run, or if sizes are defaults."""
+    """Return notes for the user about sizes that the file lacks, and custom code that is not run."""
     notes: list[str] = []
     if content.get("auto_map"):
         notes.append("the configuration names its own code, which is not run; this is the model of transformers")
@@ -285,7 +285,7 @@ def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_in_file(config: Any, content: Mapping[str, Any], key: str) -> bool:
-    """Return whether the file sets a size, under either of its names; fields that are not numbers count as set."""
+    """Return whether the configuration file, rather than a default, sets a size of the model."""
     names = {key, getattr(type(config), "attribute_map", {}).get(key, key)}
     return bool(names & content.keys()) or not isinstance(getattr(config, key), int)
 
@@ -303,7 +303,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
-    """Return the class that ``architectures`` names, or without it the model type's; else raise ``InputError``."""
+    """Return the model's class in transformers; raise ``InputError`` if there is no such class."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
@@ -333,7 +333,7 @@ def _model_class(path: Path, content: Mapping[str, Any], config: Any, transforme
 
 
 def _model_labels(model_class: type[nn.Module]) -> Labels:
-    """Return the kind of labels that a model takes, by transformers' tables of tasks, or else by its signature."""
+    """Return the kind of labels from which a model computes its loss; ``Labels.NONE`` if it takes no labels."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     for task, labels in _TASKS.items():
@@ -357,7 +357,7 @@ _STATE_TENSORS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "momentum":
 
 
 def size_text(step: ConfiguredStep, training: Training) -> str:
-    """Return a line with the bytes of parameters, gradients and optimizer state, before the step is captured."""
+    """Return a line of text with the bytes of parameters, gradients and optimizer state."""
     parameters = [(p.numel() * p.element_size(), p.requires_grad) for p in step.user.models[0].parameters()]
     parts = [f"{format_bytes(sum(count for count, _ in parameters))} of parameters"]
     if training.trains:
@@ -368,7 +368,7 @@ def size_text(step: ConfiguredStep, training: Training) -> str:
 
 
 def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtype:
-    """Return the user's or configured dtype. If it cannot be trained: bfloat16 for a quantised model, else an error."""
+    """Return the dtype of the parameters; raise ``InputError`` if models cannot be trained in it."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"--dtype {training.dtype!r} is unknown; choose one of fp32, bf16 and fp16")
@@ -385,7 +385,7 @@ def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtyp
 
 
 def configured_step(model_config: ModelConfig, training: Training) -> ConfiguredStep:
-    """Build a model on the meta device, without memory for weights, and its step; raise ``InputError`` on failure."""
+    """Build a configured model without memory for weights, and its step; raise ``InputError`` on failure."""
     _check_options(model_config, training)
     dtype = parameter_dtype(model_config, training)
     model = _build_model(model_config, training, dtype)
@@ -499,8 +499,7 @@ def sequence_length(model_config: ModelConfig, training: Training) -> int | None
 
 
 def _build_model(model_config: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Module:
-    # transformers writes into it, e.g. the dtype.
-    config = copy.deepcopy(model_config.config)
+    config = copy.deepcopy(model_config.config)  # since transformers writes the dtype into it
     try:
         with _quiet(), torch.device("meta"):
             model = cast("Any", model_config.model_class)._from_config(config, dtype=dtype)
@@ -518,7 +517,7 @@ def _build_model(model_config: ModelConfig, training: Training, dtype: torch.dty
 
 
 def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
-    """Return the model's stacks: lists in which the later layers are equal or repeat in a fixed period."""
+    """Return the layer lists of a model in which equal layers, or groups of layers, repeat to the end."""
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in stacks):
@@ -527,16 +526,16 @@ def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
     return stacks
 
 
-def _best_stack(path: str, kinds: Sequence[int]) -> Stack | None:
-    """Return the repetition for which the fewest layers must be built; None if all must be built."""
-    count, best = len(kinds), None
+def _best_stack(path: str, layer_kinds: Sequence[int]) -> Stack | None:
+    """Find the repetition in a layer list that leaves the fewest layers to build; None if all must be built."""
+    count, best = len(layer_kinds), None
     fewest = count
     for first in range(count):
         for period in range(1, _MAX_PERIOD + 1):
             blocks = (count - first) // period
             start = count - blocks * period
             if start + KEPT_BLOCKS * period < fewest and all(
-                kinds[index] == kinds[index + period] for index in range(first, count - period)
+                layer_kinds[index] == layer_kinds[index + period] for index in range(first, count - period)
             ):
                 best, fewest = Stack(path, start, period, blocks), start + KEPT_BLOCKS * period
     return best
@@ -609,7 +608,7 @@ def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
 def _inputs(
     model_config: ModelConfig, model: nn.Module, training: Training, dtype: torch.dtype, length: int | None
 ) -> tuple[dict[str, torch.Tensor], Unit, float]:
-    """Return meta tensors for inputs and, in training, labels; also the unit and the amount of a step's work."""
+    """Return a step's inputs as meta tensors, and the unit and amount of its work, such as 4096 tokens."""
     config, accepted = model_config.config, signature(model_config.model_class.forward).parameters
     main_input = cast("str", getattr(model, "main_input_name", "input_ids"))
     count = training.batch
@@ -679,7 +678,7 @@ def _required_field(model_config: ModelConfig, config: Any, name: str) -> Any:
 
 
 def _make_call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """Return a function that calls the model on a batch, without a key-value cache and, in training, with a loss."""
+    """Return a function that calls the model on a batch, without a key-value cache."""
     inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
     accepted = signature(inner.forward).parameters
     extra: dict[str, Any] = {}

@@ -51,7 +51,7 @@ class Axis:
     min_size: int = 1  # the smallest size
 
     def training_at(self, training: Training, strides: int) -> Training:
-        """Return the options with this size set to ``strides`` times the stride, but at least ``min_size``."""
+        """Return the training options with this size set to a number of strides."""
         return replace(training, **{self.field: max(strides * self.stride, self.min_size)})
 
 
@@ -59,7 +59,7 @@ BATCH_AXIS = Axis("batch", "samples", 1, 1 << 16)
 
 
 def sequence_axis(model_config: ModelConfig) -> Axis:
-    """Return the axis of sequence lengths. They are multiples of 64, or of 1 for models of fewer than 256 positions."""
+    """Return the axis for a search over sequence lengths."""
     max_tokens = model_config.sequence_limit or 1 << 24
     stride = 64 if max_tokens >= 4 * 64 else 1
     return Axis(
@@ -172,14 +172,14 @@ class Captures:
         return self._smallest[training]
 
     def is_placed(self, training: Training, memory: int) -> bool:
-        """Return whether an "offload-all" plan fits ``memory`` bytes, judging a derived step by its captured layers."""
+        """Return whether the policy "offload-all" finds a plan for the step within ``memory`` bytes."""
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
             memory_left = memory
-            if training in self._shallow_steps:
-                few = self._shallow_steps[training]
-                memory_left -= self.smallest_budget(training) - planning.smallest_budget(few.graph, few.costs)
-                graph, costs = few.graph, few.costs
+            if training in self._shallow_steps:  # a derived step: plan the captured one, with less memory
+                shallow = self._shallow_steps[training]
+                memory_left -= self.smallest_budget(training) - planning.smallest_budget(shallow.graph, shallow.costs)
+                graph, costs = shallow.graph, shallow.costs
             self._placed[training, memory] = False
             with contextlib.suppress(BudgetError):
                 planning.plan_step(graph, costs, memory_left, "offload-all")
@@ -187,11 +187,10 @@ class Captures:
         return self._placed[training, memory]
 
     def record_fit(self, training: Training, memory: int) -> None:
-        """Record that a plan within ``memory`` bytes exists, so that ``is_placed`` need not make one."""
         self._placed[training, memory] = True
 
     def _derive_step(self, training: Training) -> CostedStep | None:
-        """Derive the step from a capture with few of the equal layers; return None if this is off or fails."""
+        """Derive the whole model's step from a capture with fewer layers; None if that is impossible."""
         if self._repeats is False:
             return None
         try:
@@ -245,7 +244,7 @@ def fit(
     tell: ProgressCallback,
     say: Printer | None = None,
 ) -> Fit:
-    """Compute needs, plans, largest sizes and helpful changes; print sizes early with ``say``. Raise if it fails."""
+    """Compute a model's memory needs, plans and largest sizes, and the effect of changes that save memory."""
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
@@ -301,7 +300,7 @@ def fit(
 
 
 def _step_need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
-    """Return the budgets that a step needs and its times; times are None if ``memory``, the device's bytes, is None."""
+    """Return a step's memory needs, and its times if ``memory``, the bytes of its device, is given."""
     smallest = planning.smallest_budget(graph, costs)
     whole = planning.in_core_budget(graph, costs)
     bound = None
@@ -321,14 +320,14 @@ def _plan_figures(
     policy: PolicyLike,
     items: float,
     card: Device | None,
-    known_bounds: dict[int, float],
+    bounds_by_budget: dict[int, float],
 ) -> PlanFigures:
-    """Return a plan's figures (without ``card``: only whether one fits); ``known_bounds`` maps budgets to seconds."""
+    """Plan a step within a budget; return the plan's time and copies, or the reason why no plan fits."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
         if card is None:
             return PlanFigures(budget, True)
-        bound = known_bounds.get(budget) or _lower_bound(graph, costs, budget)
+        bound = bounds_by_budget.get(budget) or _lower_bound(graph, costs, budget)
     except BudgetError as error:
         return PlanFigures(budget, False, reason=str(error))
     seconds = planned.timeline.step_seconds
@@ -373,7 +372,7 @@ class _SizeSearch:
         )
 
     def _in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
-        """Estimate for how many strides (up to ``size``) all tensors stay resident; return None if it is unknown."""
+        """Estimate the largest size without evictions, in strides (the unit of the search); None if unknown."""
         if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
         largest_need = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
@@ -384,13 +383,13 @@ class _SizeSearch:
         return None if crossing is None else max(min(int(crossing), size), 0)
 
 
-def _search_count(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count that needs at most ``memory`` bytes, or 0; ``known_points`` maps counts to bytes."""
-    points = dict(known_points)
+def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int], memory: int, max_count: int) -> int:
+    """Return the largest count up to ``max_count`` that needs at most ``memory`` bytes, or 0."""
+    points = dict(known_bytes)
 
     def fits(count: int) -> bool:
         if count not in points:
-            points[count] = need(count)
+            points[count] = bytes_at(count)
         return points[count] <= memory
 
     low, high = 0, max_count + 1
@@ -416,7 +415,7 @@ def _search_count(need: Callable[[int], int], known_points: dict[float, int], me
 
 
 def _crossing(points: dict[float, int], memory: int) -> float | None:
-    """Estimate the count that needs ``memory`` bytes, by a line through the nearest two points; None if not rising."""
+    """Estimate the count that needs ``memory`` bytes, by a line through two points; None if it does not rise."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -457,7 +456,7 @@ def _predict_changes(
 
 
 def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
-    """Return the step as if its loss were computed in ``_PIECES`` pieces, with smaller logits; None without logits."""
+    """Return the graph with smaller logits, as if the loss were computed in pieces; None without logits."""
     vocabulary, length = getattr(model_config.text_config, "vocab_size", None), training.sequence
     if not isinstance(vocabulary, int) or not model_config.reads_tokens:
         return None
@@ -474,7 +473,7 @@ def _with_split_loss(model_config: ModelConfig, training: Training, graph: StepG
 
 
 def _benefit_key(memory: int | None, change: Change) -> tuple[float, float]:
-    """Return a sort key for changes: first by time if the changed step fits, then the others by memory."""
+    """Return a sort key: changes with a step that fits come first, by time, then the others, by memory."""
     need = change.need
     if memory is None or need.bound_seconds is None:
         return (float("inf"), need.smallest_budget if memory is not None else need.in_core_budget)
@@ -590,7 +589,7 @@ def answer(
     as_json: bool,
     say: Printer = print,
 ) -> bool:
-    """Print the answer for a configuration; return whether every budget has a plan."""
+    """Print a configured model's memory needs and plans; return whether every budget has a plan."""
     with show_progress(ignore_progress if as_json else None) as tell:
         result = fit(model_config, training, card, budgets, policy, tell, None if as_json else say)
     say(json.dumps(json_content(result), indent=2) if as_json else answer_text(result))

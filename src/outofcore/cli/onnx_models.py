@@ -42,7 +42,7 @@ class ForwardStep:
 
 
 def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> ForwardStep:
-    """Build the forward pass of an ONNX file; ``dims``, such as "batch=4", or array files set dynamic sizes."""
+    """Build the forward pass of an ONNX file; dynamic sizes come from ``dims``, or from array files."""
     model = load(path, contents=False)
     if arrays:
         if dims:
@@ -68,7 +68,7 @@ def _parse_dims(dims: Sequence[str]) -> dict[str, int]:
 
 
 def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...]:
-    """Return meta tensors as inputs; ``sizes`` has dynamic dimensions by name, or by input and axis ("x.0")."""
+    """Return the model's inputs as meta tensors; raise ``InputError`` if a dynamic dimension has no size."""
     inputs: list[torch.Tensor] = []
     used: set[str] = set()
     missing: dict[str, str] = {}
@@ -107,7 +107,7 @@ def _meta_inputs(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple
 
 
 def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Read the model's inputs, in its order, from files: "x.npz", "x.npy" for a single input, or "name=x.npy"."""
+    """Read a model's inputs from NumPy files, in the model's order; raise ``InputError`` if one is missing."""
     arrays_by_name: dict[str, np.ndarray[Any, Any]] = {}
     for text in arrays:
         name, _, path = text.rpartition("=") if "=" in text and not Path(text).exists() else ("", "", text)
@@ -189,7 +189,7 @@ def run_model(
     checked: bool,
     quiet: bool,
 ) -> None:
-    """Run an ONNX file as a compiled step, or op by op if it cannot be captured; print and write its outputs."""
+    """Run an ONNX file within ``limit`` bytes; write its outputs to a file, and print their shapes."""
     if output is not None and not output.resolve().parent.is_dir():
         raise InputError(f"there is no folder {output.resolve().parent}; create it, or choose another --output")
     check: CheckName = "sampled" if checked else "off"
@@ -219,7 +219,7 @@ _RunResult = tuple[tuple[str, ...], tuple[Any, ...], object]
 def _run_compiled(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _RunResult:
-    """Compile and run the model; return the outputs' names, the outputs and statistics, or raise ``CaptureError``."""
+    """Compile and run an ONNX file; raise ``CaptureError`` if its forward pass cannot be captured."""
     with open_home(home, host_budget, check=check) as opened:
         model = build(lambda: load(path), home=opened)
         inputs = read_inputs(model, arrays)

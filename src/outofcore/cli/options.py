@@ -147,7 +147,7 @@ class PlaceOptions:
 
 
 def _print_devices(value: str) -> str:
-    """Return the value of ``--device``. If it is ``list``, print the devices that can be simulated, and exit."""
+    """Print the devices that can be simulated, and exit, if the value is "list"; else return the value."""
     if value != "list":
         return value
     rows: list[tuple[str, ...]] = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
@@ -196,6 +196,7 @@ class TrainOptions:
     shard: Annotated[bool, typer.Option("--shard", help="Model sharded over the processes of torchrun.")] = False
 
     def check(self, budget: str | None) -> None:
+        """Refuse options that contradict each other, and a missing budget."""
         is_elastic, draws = self.elastic is not None, self.picture is not None
         refuse(
             (
@@ -273,6 +274,7 @@ class AnswerOptions:
         refuse(*((is_given, option, reason) for option, is_given in options.items()))
 
     def check(self, budgets: tuple[int, ...]) -> None:
+        """Refuse options that contradict each other, or that do not fit the number of budgets."""
         draws, saves = self.picture is not None, self.save_plan is not None
         refuse(
             (self.compare and self.sweep, "--sweep", "give one of --compare and --sweep"),
@@ -316,6 +318,7 @@ class SharingOptions:
     ] = None
 
     def check(self, graph: Path | None) -> None:
+        """Refuse options that are incomplete, or given for a graph file."""
         is_wrong = self.shard != (self.ranks is not None) or (self.shard and graph is not None)
         refuse(
             (
@@ -384,7 +387,7 @@ class ZooOptions:
     seed: Annotated[int, _training(help="Seed of weights, data and dropout.")] = 0
 
     def refuse(self, source: str, but: frozenset[str] = frozenset()) -> None:
-        """Refuse options that the user has set, except ``but``; the error names the target, ``source``."""
+        """Refuse each option that the user has set, except ``but``, since ``source`` does not take it."""
         reason = f"only models of the zoo take this option; {source} sets it itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
@@ -418,7 +421,7 @@ class ConfigOptions:
         return {**asdict(self), "batch": batch, "optimizer": zoo.optimizer, "amp": zoo.amp, "clip": zoo.clip}
 
     def refuse(self) -> None:
-        """Refuse given options, for a target that is no model's configuration."""
+        """Refuse each of these options that the user has set, since the target is no model configuration."""
         reason = "only a model's config.json takes this option; leave it out"
         refuse(*((bool(value), f"--{name}", reason) for name, value in asdict(self).items()))
 
@@ -469,7 +472,7 @@ def _options_of(option_class: type) -> list[inspect.Parameter]:
 
 
 def _run_reporting_errors(*functions: Callable[[], None], debug: bool) -> None:
-    """Call functions in order. Print an expected error and exit with status 2; with ``debug``, raise it instead."""
+    """Call functions; print an expected error and exit with status 2, or raise the error if ``debug``."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:

@@ -56,7 +56,7 @@ def read_table(text: str) -> Table:
     if missing or len(set(names)) < len(names):
         problem = f"lacks {', '.join(missing)}" if missing else "names a column twice"
         raise InputError(f"the first line ({','.join(header)}) {problem}; it must name the columns id,lower,upper,size")
-    end_offset = 1 if "end" in raw_names else 0
+    end_offset = 1 if "end" in raw_names else 0  # such ends are inclusive
     rectangles: list[Rectangle] = []
     line_of_id: dict[int | str, int] = {}
     for number, fields in body:
@@ -92,28 +92,28 @@ def _short_text(field: str) -> str:
     return repr(field if len(field) <= _MAX_SHOWN else field[:_MAX_SHOWN] + "…")
 
 
-def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
-    """Parse the fields of line ``number``. ``end_offset`` is 1 if the ends in the file are inclusive, else 0."""
+def _rectangle(line: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
+    """Parse the fields of a line as a rectangle; raise ``InputError`` if they are invalid."""
 
     def whole(name: str) -> int:
         try:
             return int(fields[name])
         except ValueError:
-            raise InputError(f"line {number}: {name} must be a whole number, not {_short_text(fields[name])}") from None
+            raise InputError(f"line {line}: {name} must be a whole number, not {_short_text(fields[name])}") from None
 
     alignment = whole("alignment") if "alignment" in fields else 1
     gap = None
     gaps = fields.get("gaps", "").split()
     if len(gaps) > 1 or "@" in fields.get("gaps", ""):
         raise InputError(
-            f"line {number}: a lifetime may have only one gap, such as 3-7, and no window (@), not "
+            f"line {line}: a lifetime may have only one gap, such as 3-7, and no window (@), not "
             f"{_short_text(fields['gaps'])}"
         )
     if gaps:
         try:
             begin, end = (int(part) for part in gaps[0].split("-"))
         except ValueError:
-            raise InputError(f"line {number}: a gap is written as 3-7, not {_short_text(gaps[0])}") from None
+            raise InputError(f"line {line}: a gap is written as 3-7, not {_short_text(gaps[0])}") from None
         gap = (begin, end + end_offset)
     rectangle = Rectangle(
         fields["id"].strip(), whole("lower"), whole("upper") + end_offset, whole("size"), alignment, gap
@@ -121,7 +121,7 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
     try:
         rectangle.check()
     except InputError as error:
-        raise InputError(f"line {number}: {error}") from None
+        raise InputError(f"line {line}: {error}") from None
     return rectangle
 
 

@@ -37,7 +37,7 @@ class CommandProcesses:
 
 @contextlib.contextmanager
 def join_processes(device: str) -> Generator[CommandProcesses]:
-    """Join the processes that torchrun started, if any, for the block; only the first of them prints to stdout."""
+    """Join the processes that torchrun started, if any; only the first prints to stdout in the block."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ or not torch.distributed.is_available():
         yield CommandProcesses(device=device)

@@ -101,7 +101,7 @@ def _print_traceback(raised: BaseException | None) -> None:
 
 
 def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
-    """Exit as Python does after ``raised`` (None: success). If outofcore ``failed``, exit with 1 instead of 0."""
+    """Exit as Python does after the exception ``raised``, but never with status 0 if outofcore ``failed``."""
     if isinstance(raised, SystemExit):
         code = raised.code
         raise SystemExit(1 if failed and code in (None, 0) else code)
@@ -113,7 +113,6 @@ def _exit(raised: BaseException | None, *, failed: bool) -> NoReturn:
 
 
 def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its leading frames in this file and in Python's import system."""
     own_files = (__file__, "<frozen importlib")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own_files):
         trace = trace.tb_next
@@ -199,7 +198,7 @@ def _module_spec(launch: Launch) -> importlib.machinery.ModuleSpec:
 
 
 def _set_first_search_folder(folder: str) -> None:
-    """Replace the first entry of the search path, the folder of this program."""
+    """Replace the first entry of ``sys.path``, the folder of this program, with the given folder."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -288,7 +287,7 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """For torch, remove this hook, and return a spec that calls the function after the import; else return None."""
+        """Return a spec that imports torch and then calls the function; None for other modules."""
         if fullname != "torch":
             return None
         self.uninstall()

@@ -122,7 +122,7 @@ def _load_script(path: Path) -> ModuleType:
 
 
 def _call_user_code(target: str, function: Callable[[], Any]) -> Any:
-    """Call user code; turn ``sys.exit`` and errors (except ours and out of memory) into ``InputError``."""
+    """Call the user's code; raise ``InputError`` with advice if it fails or calls ``sys.exit``."""
     try:
         return function()
     except OutOfCoreError:
@@ -176,7 +176,7 @@ def plain_step(work: zoo.Workload) -> PlainStep:
 def find_step(
     model: str, options: Mapping[str, Any], dims: Sequence[str] = (), arrays: Sequence[str] = ()
 ) -> PlainStep:
-    """Build the step of a target. ONNX files take ``dims`` and ``arrays``; models of the zoo take ``options``."""
+    """Build the step of a command's target: an ONNX file, a function of a script, or a model of the zoo."""
     kind = classify_target(model)
     if kind is TargetKind.ONNX:
         from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
@@ -198,13 +198,10 @@ def subject_of(
     quiet: bool = True,
     cache: bool | Path = True,
     host_budget: int | None = None,
-    ranks: int | None = None,
-    between: int | None = None,
+    ranks: int | None = None,  # the number of processes that shard the model; the plan is for one of them
+    between: int | None = None,  # bytes per second that each of them sends
 ) -> Subject:
-    """Return a step with its costs: measured, or estimated if ``device`` names a preset.
-
-    ``ranks``: plan for one of that many processes, which shard the model and each send ``between`` bytes per second.
-    """
+    """Return a step with its costs: measured, or estimated if ``device`` is a simulated one, such as "h100"."""
     title, simulation = plain.title, ""
     with (
         show_progress(ignore_progress if quiet else None) as tell,

@@ -28,7 +28,7 @@ class TargetKind(Enum):
 
 
 def classify_target(target: str) -> TargetKind:
-    """Return the kind of a target; raise ``InputError`` with advice if it is invalid. Any plain name is a zoo model."""
+    """Return the kind of a target, such as a script; raise ``InputError`` with advice if the target is invalid."""
     path = Path(target)
     if not target.strip():
         raise InputError(f"the name is empty; give {_KINDS}")
@@ -60,7 +60,7 @@ def split_script(target: str) -> tuple[Path, str] | None:
 
 
 def check_kind(target: str, takes: Iterable[TargetKind], command: str, instead: str) -> TargetKind:
-    """Return the target's kind; if the command does not take it, raise ``InputError`` with ``instead`` as advice."""
+    """Return the kind of a target; raise ``InputError`` with advice if the command does not take that kind."""
     allowed = tuple(takes)
     is_script = Path(target).suffix == ".py" and Path(target).is_file()
     kind = TargetKind.SCRIPT if is_script and TargetKind.SCRIPT not in allowed else classify_target(target)
@@ -87,7 +87,7 @@ def _script_message(target: str) -> str:
 
 
 def functions_in(path: Path, *, include_all: bool = False) -> list[str]:
-    """Return the public functions of a script that require no arguments (``include_all``: any), ``build`` first."""
+    """Return the names of a script's public functions that can be called without arguments."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:

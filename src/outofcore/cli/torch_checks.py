@@ -151,7 +151,7 @@ def _rate_text(bytes_per_s: float) -> str:
 def _training_finding(
     name: str, losses_of: Callable[[_SmallTraining, str], list[float]], device: str, home: str
 ) -> Finding:
-    """Train a small model with ``losses_of``; report a problem if it fails or if losses differ from plain PyTorch's."""
+    """Check that a small model trains to the same losses as in plain PyTorch, and return the finding."""
     began = time.perf_counter()
     plain, trained = _SmallTraining(device), _SmallTraining(device)
     try:

@@ -147,7 +147,7 @@ class _TrainCommand:
         steps_done: int,
         step: outofcore.Step[..., Any] | None = None,
     ) -> list[_StepResult]:
-        """Run and display steps after the first ``steps_done``. With ``step``, results include memory and copies."""
+        """Run and display the steps that follow the first ``steps_done``; return their results."""
         batches = self.processes.select_batches(self.work.batches(), steps_done)
         results: list[_StepResult] = []
         with display.shown:
@@ -211,7 +211,7 @@ class _TrainCommand:
 
 
 def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: PlaceOptions) -> None:
-    """Train a model of the zoo, and print progress and a summary. Without a budget, use plain PyTorch."""
+    """Train a model of the zoo, in plain PyTorch if there is no budget; print progress and a summary."""
     script = f"{model.rpartition('.py')[0] or 'my_script'}.py"
     check_kind(
         model,
@@ -243,7 +243,7 @@ def _seed_dropout(work: Workload, processes: CommandProcesses) -> None:
 
 
 def _open_home(places: PlaceOptions, stack: ExitStack) -> outofcore.OpenHome | None:
-    """Open a home to build the model in; None for a GPU, where the step opens its own homes."""
+    """Open a home in which the model is built; return None for a GPU."""
     if open_backend(places.device).driver is not None:
         return None
     return stack.enter_context(outofcore.open_home(places.home, places.host_bytes))
@@ -282,7 +282,7 @@ def _built_step(
     *,
     shard: bool = False,
 ) -> Generator[_BuiltStep]:
-    """Build the model, or load it from the folder ``resume``; yield its step, and close its home at the end."""
+    """Yield the training step of a new model, or of a model loaded from the folder ``resume``."""
     with ExitStack() as stack:
         home = _open_home(places, stack)
         if home is None:
@@ -330,6 +330,7 @@ def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptio
 
 
 def _saved_steps(extra: Any) -> int:
+    """Return the number of steps in a checkpoint's extra data; raise ``InputError`` if it is missing."""
     steps = extra.get("steps") if isinstance(extra, dict) else None
     if not isinstance(steps, int):
         raise InputError(

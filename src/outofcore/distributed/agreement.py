@@ -34,7 +34,7 @@ _MAX_TEXT = 2000
 
 
 class Agreement:
-    """Exchanges facts, plans and errors among the processes of a step: of ``group``, or of a wrapped model."""
+    """Exchanges facts, plans and errors among the processes that run a step together."""
 
     def __init__(self, models: Sequence[nn.Module], cache: Cache | None, group: ProcessGroup | None = None) -> None:
         self._cache = cache
@@ -51,7 +51,7 @@ class Agreement:
 
     @property
     def is_joined(self) -> bool:
-        """Whether other processes run the step too, as a wrapped model or an earlier collective shows."""
+        """Whether other processes run the step together with this one."""
         return self._group is not None
 
     def _set_group(self, groups: Sequence[ProcessGroup]) -> None:
@@ -62,12 +62,12 @@ class Agreement:
             self._group = group
 
     def join(self, collectives: Sequence[Collective]) -> None:
-        """Adopt the group of a step's collectives, or all processes if there are several; keep a known group."""
+        """Adopt the process group of the step's collectives, unless a group is known already."""
         if self._group is None and collectives:
             self._set_group([collective.group for collective in collectives])
 
     def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool:
-        """Return whether all processes have a plan for their next call; raise an error if these calls do not match."""
+        """Return whether all processes have a plan for their next call; raise an error if the calls differ."""
         group = self._group
         if group is None:
             return facts is not None
@@ -196,7 +196,7 @@ def _collectives_number(collectives: Sequence[str]) -> int:
 
 
 def _check_facts_match(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> None:
-    """Raise an error if processes differ in settings, states or collectives (``follow_one_plan``: or in graphs)."""
+    """Raise an error that names the first difference if processes are about to run different steps."""
     first = everyone[0]
     for rank, facts in enumerate(everyone[1:], 1):
         ranks = f"rank {rank} and rank 0"

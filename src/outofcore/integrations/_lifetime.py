@@ -47,7 +47,7 @@ class LoopLifetime:
         weakref.finalize(self, _stop, self._last_loop).atexit = False
 
     def _stop_loop(self, error: BaseException | None = None) -> None:
-        """Stop the loop, if any. Raise the loop's error, or add it as a note to ``error``, which ended the training."""
+        """Stop the loop, if there is one; ``error`` is the exception that ended the training, if any."""
         if self._last_loop is None:
             return
         try:

@@ -19,7 +19,7 @@ class Meter:
         self._before, self._began = stats, time.perf_counter()
 
     def read_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
-        """Return means over ``steps`` steps since the last reading, and the peak; times include data loading."""
+        """Return a loop's means per step since the last reading, and its peak memory."""
         count, before, began = max(steps, 1), self._before, self._began
         self.reset(stats)
         return {
@@ -34,7 +34,7 @@ class Meter:
         self._calls.append(stats)
 
     def read_calls(self) -> dict[str, float]:
-        """Return means over the calls since the last reading, and the peak; time between calls does not count."""
+        """Return a compiled step's means per call since the last reading, and its peak memory."""
         calls, self._calls = self._calls, []
         count = max(len(calls), 1)
         return {

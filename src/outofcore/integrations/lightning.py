@@ -64,7 +64,7 @@ class OutOfCore(LoopLifetime, Callback):
             self._meter.reset(self.stats)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the statistics since the last log if ``log_every_n_steps`` steps have ended."""
+        """Log the loop's statistics once every ``log_every_n_steps`` steps."""
         interval, steps = trainer.log_every_n_steps, trainer.global_step - self._step
         if self._meter is None or not interval or steps < interval:
             return

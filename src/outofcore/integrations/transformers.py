@@ -75,7 +75,7 @@ class _LogValues(TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def begin(self, step: int) -> None:
-        """Begin to measure after ``step``; put this callback first, so that the others report its values."""
+        """Begin to measure after ``step``, and move this callback to the front of the trainer's callbacks."""
         self.end()
         self._step = step
         self._meter.reset(self._owner.stats)

@@ -26,8 +26,8 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
         )
     if not all(math.isfinite(duration) and duration > 0 for duration in seconds):
         raise InputError(
-            f"workers cannot be shared by the times of a turn: each must be a positive number of seconds, but they are "
-            f"{seconds} by process; make another step, then call balance() again"
+            f"the workers cannot be balanced: by process, a worker's turn took {seconds} seconds, but each must be "
+            "a positive number; make another step, then call balance() again"
         )
     # Greedy is optimal: any other assignment gives some process a worker that greedy refused, so that this process ends
     # no sooner than the slowest does here.

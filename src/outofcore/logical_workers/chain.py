@@ -30,7 +30,7 @@ class Span:
 
 
 def cut_pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
-    """Cut tensors, in order, into pieces of one dtype and at most ``max_bytes`` (a multiple of the page size)."""
+    """Divide tensors, in order, into pieces of at most ``max_bytes``; each piece has a single dtype."""
     result: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
     free_bytes, dtype = 0, ""
@@ -57,12 +57,12 @@ class Round:
     back: int | None  # the summed piece that process p + 1 sent
 
 
-def schedule_rounds(count: int, processes: int, position: int) -> Iterator[Round]:
-    """Yield the rounds of the process at ``position`` in the chain, to sum ``count`` pieces."""
+def schedule_rounds(piece_count: int, processes: int, position: int) -> Iterator[Round]:
+    """Yield the rounds in which a process of the chain, given by its position, helps to sum the pieces."""
     turn = 2 * (processes - 1)
-    for number in range(count + turn - position if count else 0):
+    for number in range(piece_count + turn - position if piece_count else 0):
         forward, back = number - position, number - turn + position
         yield Round(
-            forward if 0 <= forward < count else None,
-            back if position < processes - 1 and 0 <= back < count else None,
+            forward if 0 <= forward < piece_count else None,
+            back if position < processes - 1 and 0 <= back < piece_count else None,
         )

@@ -53,7 +53,7 @@ class Context:
 
     @staticmethod
     def initial(seed: int, worker: int, gpu: torch.device | None) -> Context:
-        """Return the initial random states of a worker, derived from the seed and its number."""
+        """Return the initial random states of a worker, derived from the seed and the worker's number."""
         numbers = [int(n) for n in np.random.SeedSequence([seed, worker]).generate_state(4, np.uint64)]
         numpy = np.random.RandomState(numbers[1] % 2**32).get_state(legacy=False)
         on_cpu = torch.Generator().manual_seed(numbers[2] >> 1).get_state()

@@ -18,7 +18,7 @@ from outofcore.logical_workers.gradients import GradientLayout, PieceBuffers, Te
 
 
 def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str, str]:
-    """Return the settings, versions and hardware that decide the bits of results, by name; checkpoints contain them."""
+    """Return the settings, versions and hardware that decide the bits of results, by name."""
     facts = {
         "logical workers": str(workers),
         "seed": str(seed),
@@ -49,7 +49,7 @@ def _matmul_precision(backend: Any) -> str:
 
 
 def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home: OpenHome) -> dict[str, str]:
-    """Return digests of the models, and the optimizers' settings as text, by name; processes must agree on them."""
+    """Return facts about models and optimizers that must be equal in all processes, by name."""
     names: list[str] = []
     contents, buffers = 0, PieceBuffers(1)
     for number, model in enumerate(models):

@@ -144,5 +144,5 @@ def _check_unwrapped(models: Sequence[Any]) -> None:
         if kind in _WRAPPERS or hasattr(module, "_get_fsdp_state"):
             raise InputError(
                 f"{location} is wrapped in {kind}, which exchanges gradients in another order; give "
-                "outofcore.elastic() the model itself (model.module), since it replaces the wrapper"
+                "outofcore.elastic() the model itself (model.module), since elastic() replaces the wrapper"
             )

@@ -106,7 +106,7 @@ class Gradients:
         return self.layout
 
     def store(self, turn: int, *, add: bool) -> None:
-        """Move the gradients in ``.grad`` to the home; with ``add``, add them to the stored gradients of the turn."""
+        """Move the gradients in ``.grad`` to the home; with ``add``, add them to gradients stored for the turn."""
         layout = self.update_layout()
         if turn not in self.stored:
             self.stored[turn] = layout.allocate(self._home)

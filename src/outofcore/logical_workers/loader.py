@@ -35,7 +35,7 @@ class SampleOrder:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch, without a last one that would not fill the batches of all workers."""
+        """The number of full steps in an epoch; samples that do not fill a last step are left out."""
         return self.length // (self.workers * self.batch_size)
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ class WorkerProgress:
         )
 
     def draw_batches(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
-        """Make each worker's batch by ``batch_of``, with that worker's own random generators; return them by worker."""
+        """Return a batch for each worker, made with the worker's own random generators."""
         batches: dict[int, Any] = {}
         drawn: dict[int, Context] = {}
         with preserve_generators(self._gpu):
@@ -87,11 +87,11 @@ class WorkerProgress:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
-        """Return each worker's context before a step on ``batches``; for drawn batches, the context after drawing."""
+        """Return the random states with which each worker begins a step on the batches."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
-        """Set the contexts after a step, and advance the position if its batches were drawn."""
+        """Set the random states after a step; advance the position if the step's batches were drawn here."""
         if self._drawn is not None and batches is self._drawn[0] and self.order is not None:
             self.place = self.place.after(self.order)
         self.restore(contexts)
@@ -102,7 +102,7 @@ class WorkerProgress:
             self.end_step(batches, self._drawn[1])
 
     def restore(self, contexts: dict[int, Context]) -> None:
-        """Replace the contexts, and discard batches that no step has used."""
+        """Replace the random states, and discard batches that no step has used."""
         self.contexts, self._drawn = contexts, None
 
 
@@ -165,7 +165,7 @@ def make_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: 
 
 
 def step_arguments(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Split a batch into positional and named arguments; it is a tuple or list, a dict by name, or a single value."""
+    """Split a batch (a tuple, a list, a dict by name, or a single value) into positional and named arguments."""
     if isinstance(batch, tuple | list):
         return batch, {}
     if isinstance(batch, dict) and all(isinstance(name, str) for name in batch):

@@ -38,7 +38,7 @@ class OrderedSum:
     def _sum_in_chain(
         self, gradients: Sequence[TensorRows], target: TensorRows, layout: GradientLayout, divisor: int
     ) -> None:
-        """Write the sum over all processes, divided by ``divisor``, to ``target``: pass pieces along the chain."""
+        """Sum gradients over all processes, and write the sum divided by ``divisor`` to ``target``."""
         processes, pieces = self._processes, layout.spans
         rank, last = processes.rank, processes.count - 1
         sent: dict[int, Callable[[], None]] = {}  # by the buffer that is being sent
@@ -94,7 +94,7 @@ class OrderedSum:
         *,
         first: bool,
     ) -> None:
-        """Add the gradients of this process's workers to ``total`` span by span; with ``first``, start from zero."""
+        """Add the gradients of this process's workers to ``total``; with ``first``, replace its old content."""
         start = 0
         for span in spans:
             part = total[start : start + span.count]

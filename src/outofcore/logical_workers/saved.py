@@ -61,7 +61,7 @@ class SavedTraining(Struct):
 
     @staticmethod
     def read(folder: Path) -> tuple[SavedTraining, Any]:
-        """Read this part and the user's ``extra`` from a checkpoint; raise ``InputError`` if this part is missing."""
+        """Read this part and the user's ``extra`` from a checkpoint; raise ``InputError`` if they cannot be read."""
         extra = outofcore.load(folder)
         if not isinstance(extra, dict) or _KEY not in extra:
             raise InputError(
@@ -79,7 +79,7 @@ class SavedTraining(Struct):
         return saved, extra.get("extra")
 
     def check_compatible(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
-        """Raise ``InputError`` for a checkpoint of another training. Unless ``exact``, only log changed facts."""
+        """Raise ``InputError`` if the checkpoint is of another training or, with ``exact``, would give other bits."""
         facts, key = dict(self.facts), "logical workers"
         if facts.get(key) != str(workers) or self.contexts.keys() != {str(k) for k in range(workers)}:
             raise InputError(
@@ -99,11 +99,11 @@ class SavedTraining(Struct):
             )
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
-    def restore(self, progress: WorkerProgress, workers: range, count: int) -> None:
-        """Write the saved state to ``progress``; ``workers`` run in this process, ``count`` is the number of all."""
+    def restore(self, progress: WorkerProgress, workers: range, worker_count: int) -> None:
+        """Set ``progress`` to the saved position in the data, and the saved random states of its workers."""
         saved_order = self.order
         progress.place = DataPosition(self.place.epoch, self.place.step)
         progress.order = saved_order and SampleOrder(
-            count, saved_order.batch_size, saved_order.length, saved_order.seed, saved_order.shuffle
+            worker_count, saved_order.batch_size, saved_order.length, saved_order.seed, saved_order.shuffle
         )
         progress.restore({k: Context.from_saved(self.contexts[str(k)]) for k in workers})

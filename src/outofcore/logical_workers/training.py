@@ -204,7 +204,7 @@ class Elastic:
         return losses
 
     def _check_batches(self, batches: Mapping[int, Any]) -> None:
-        """Raise ``InputError`` unless each worker has a batch, no other batches are given, and ``.grad`` is clear."""
+        """Raise ``InputError`` if a batch is missing or unexpected, or if parameters already have gradients."""
         given_workers, own_workers = set(batches), set(self.workers)
         if given_workers != own_workers:
             missing, foreign = sorted(own_workers - given_workers), sorted(given_workers - own_workers, key=str)
@@ -249,7 +249,7 @@ class Elastic:
         return losses, contexts
 
     def _can_accumulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the next turn may add to ``.grad``: on process 0, within the budget, and with equal bits."""
+        """Return whether the next turn may add its gradients to ``.grad`` without a change of the sum's bits."""
         # Only on process 0, and if one op adds to each gradient: otherwise sums depend on the number of processes.
         if self.rank > 0 or not self._accumulates:
             return False
@@ -267,7 +267,7 @@ class Elastic:
         return self._accumulates
 
     def _store_gradients(self, number: int, turns: Turns) -> None:
-        """Move the gradients of turn ``number`` to the home; process 0 adds them to the gradients of earlier turns."""
+        """Move the gradients of a turn to the home; raise ``StateError`` if workers train different parameters."""
         before = self._gradients.layout
         if number and self._gradients.update_layout() is not before:
             raise StateError(
@@ -320,7 +320,7 @@ class Elastic:
         shuffle: bool = True,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Loader:
-        """Return batches for the workers of this process: the rest of an epoch, from ``place`` on.
+        """Return a loader of batches for the workers of this process, from their current position in the data.
 
         Each worker gets the samples of a replica of ``torch.utils.data.DistributedSampler`` with one replica per worker
         and ``drop_last=True``. A batch counts as used once ``run`` has been called with it, or the next one is

@@ -42,7 +42,7 @@ def page_content(
     page: Page,
     measured: LoopMeasurements | None = None,  # of the first timeline, if it is of an eager loop
 ) -> Object:
-    """Return the content of a report, in microseconds and bytes; the page opens with the first timeline."""
+    """Return the content of a report page as plain data for JSON; the page opens with the first timeline."""
     lanes = list(dict.fromkeys([*_MANDATORY_LANES, *map(lane_of, program.instructions)]))
     lanes.sort(key=lambda lane: (list(LANES).index(lane[0]), lane[1]))
     several = len({home for _, home in lanes}) > 1
@@ -132,7 +132,7 @@ def _microseconds(seconds: float) -> int:
 
 
 def _thin_moments(memory: MemoryOverTime) -> Object:
-    """Return at most one moment per pixel of a chart, the one with the most bytes: times, and bytes by kind."""
+    """Reduce memory over time to about one moment per pixel of a chart, the one with the most bytes."""
     total = [sum(levels) for levels in zip(*memory.bytes_by_kind.values(), strict=True)] or [0] * len(memory.times)
     length = memory.times[-1] or 1.0
     indices_by_pixel: dict[int, int] = {}
@@ -192,7 +192,7 @@ def _gap_key(decision: Decision) -> tuple[int, int]:
 
 
 def _gap_row(decision: Decision, ops: int) -> list[object]:
-    """Return a gap's residency, the ops before and after it, and 1 if the second op is in the next step."""
+    """Return a row for a gap: its residency, the ops at its ends, and 1 if it ends in the next step."""
     return [decision.residency.value, decision.gap.start, decision.gap.end % ops, int(decision.gap.end >= ops)]
 
 

@@ -103,7 +103,7 @@ class MemoryOverTime:
 
 
 def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> MemoryOverTime:
-    """Return the device bytes in use over a step, by kind of storage; blocks of the program need no offsets."""
+    """Return the device bytes in use over a step, by kind of storage."""
     kinds = [
         WORKSPACE if block.storage is None else graph.storages[block.storage].kind.value for block in program.blocks
     ]

@@ -65,7 +65,7 @@ class ReportPath(PosixPath):
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        """Return the page in a frame; None if it is too large or cannot be read, so that the path is shown."""
+        """Return the report as an HTML frame; None if it is too large or cannot be read."""
         try:
             if not self.is_file() or self.stat().st_size > _MAX_PAGE_BYTES:
                 return None  # the notebook shows the path

@@ -36,7 +36,7 @@ def write_report(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_sweep(path: Path, lines: Mapping[str, Sequence[tuple[int, float]]], *, title: str, floor: float) -> None:
-    """Write a page of step times: ``lines`` of (budget, seconds) by policy, and ``floor``, the compute seconds."""
+    """Write an HTML chart of step time over budget: a line for each policy, and the compute time as a floor."""
     drawn = [{"name": name, "points": [[*point, name] for point in points]} for name, points in lines.items() if points]
     content = {"title": title, "lines": drawn, "floor": floor}
     _write(path, _page("sweep.html", ("common.js", "curves.js", "sweep.js"), content))

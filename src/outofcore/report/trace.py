@@ -46,7 +46,7 @@ def trace_events(
     origin_us: float = 0.0,
     measured: LoopMeasurements | None = None,
 ) -> list[Event]:
-    """Return trace events: a process for each named timeline, with its memory, and threads for queues and waits."""
+    """Return trace events for the instructions, waits and memory of each named timeline."""
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number

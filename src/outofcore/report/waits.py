@@ -57,7 +57,7 @@ class TimeSpent:
 
 
 def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[StepWait, ...]]:
-    """Return a step's seconds by use, and its waits in order of time, except waits below 1e-5 of the step."""
+    """Return how a step spends its time, and its waits in order; very short waits are left out."""
     ops = recomputed = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, Run) and not instruction.communicates:
