@@ -199,7 +199,7 @@ def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def check_plain(value: Any, description: str) -> None:
-    """Raise ``StateError`` unless JSON can store a value; the message calls it ``description``."""
+    """Raise ``StateError`` if JSON cannot store a value; ``description`` names the value in the message."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -128,7 +128,7 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_by_file(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return each model's data file (stem) and the tensors to load; raises ``InputError`` if models differ."""
+        """Return each model's data file (stem) and tensors, by saved name; raises ``InputError`` if models differ."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
@@ -145,7 +145,7 @@ class Checkpoint:
         return parameter if shard is None else self._record_range(shard, shard.own_range)
 
     def _record_range(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        """Record that a tensor holds only this process's range of a sharded tensor, and return it."""
+        """Record a tensor as this process's range of a sharded tensor, and return the tensor."""
         self._ranges[id(tensor)] = shard
         return tensor
 
@@ -237,7 +237,7 @@ class Checkpoint:
             )
 
     def _optimizer_targets(self, number: int, optimizer: Optimizer, model_ids: set[int]) -> Targets:
-        """Map saved names to the optimizer's tensors to load: settings, state, and parameters that no model has."""
+        """Map saved names to an optimizer's tensors to overwrite: settings, state, and parameters that no model has."""
         entries = self._files["training"].entries
         targets: Targets = {}
         for index_in_optimizer, parameter in enumerate(parameters_of(optimizer)):

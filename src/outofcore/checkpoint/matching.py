@@ -69,7 +69,7 @@ def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: E
 
 
 def _dtype_kind(dtype: torch.dtype) -> str:
-    """Return the kind of a dtype; weights convert to any dtype of their kind. Each float8 dtype is a kind."""
+    """Return the kind of a dtype; weights can be converted within a kind. Each float8 dtype is its own kind."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:

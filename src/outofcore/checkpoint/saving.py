@@ -110,7 +110,7 @@ def _collect_state(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Collect the tensors of each file to save, and the index; ``omitted`` are the ids of tensors to leave out."""
+    """Collect the tensors of each file, and the JSON index; ``omitted`` are the ids of tensors to leave out."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
         """Wrap a sharded parameter's tensor, such as its gradient, in a ``ShardRange``; return others unchanged."""

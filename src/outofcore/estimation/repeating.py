@@ -350,7 +350,7 @@ class _BlockRepeater:
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
         def inner(pair: tuple[int, int], copy_number: int) -> int:
-            """Return the new id of a copied op's storage; its originals in the two middle blocks used ``pair``."""
+            """Return a copied op's new storage id; its originals in the two middle blocks use the ids in ``pair``."""
             s, t = pair
             match self._block[s], self._block[t]:
                 case (1, 2):
@@ -363,7 +363,7 @@ class _BlockRepeater:
                     return new[s, None]
 
         def outer(old_ids: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
-            """Return the new ids of an uncopied op's storages; ``op_block`` is the op's block, or None."""
+            """Return the new ids of an uncopied op's storages; ``op_block`` is the op's block (None: outside)."""
             blocks = [self._block[s] for s in old_ids]
             if not {_ONE, _TWO} & set(blocks):
                 return tuple(new[s, None] for s in old_ids)

@@ -220,8 +220,8 @@ def _read_graph(reader: _Reader, proto: Any, outer_values: frozenset[str], depth
         _add_unique(inputs, item.name, _read_declared(item), "input")
     outputs = tuple(_read_declared(item) for item in proto.output)
     inputs_and_weights = frozenset(inputs) | frozenset(tensors)
-    raw = list(proto.node)
-    nodes = _read_nodes(reader, raw, inputs_and_weights, outer_values, depth)
+    protos = list(proto.node)
+    nodes = _read_nodes(reader, protos, inputs_and_weights, outer_values, depth)
     produced = {name for node in nodes for name in node.outputs if name}
     ends = _first_duplicate([item.name for item in outputs])
     if ends is not None:
@@ -263,11 +263,15 @@ def _first_duplicate(names: Sequence[str]) -> str | None:
 
 
 def _read_nodes(
-    reader: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], outer_values: frozenset[str], depth: int
+    reader: _Reader,
+    protos: Sequence[Any],
+    inputs_and_weights: frozenset[str],
+    outer_values: frozenset[str],
+    depth: int,
 ) -> tuple[Node, ...]:
     """Read and sort a graph's nodes; ``outer_values`` are the values that they may use from enclosing graphs."""
     producers: dict[str, int] = {}
-    for place, proto in enumerate(raw):
+    for place, proto in enumerate(protos):
         _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
         for name in proto.output:
             if not name:
@@ -280,14 +284,14 @@ def _read_nodes(
             producers[name] = place
     predecessors = [
         {producers[name] for name in _outer_names(proto, reader, depth) if name in producers}
-        for place, proto in enumerate(raw)
+        for place, proto in enumerate(protos)
     ]
-    order = _topological_order(raw, predecessors)
+    order = _topological_order(protos, predecessors)
     available = outer_values | inputs_and_weights
     visible = set(available)
     nodes: list[Node] = []
     for place in order:
-        proto = raw[place]
+        proto = protos[place]
         for name in proto.input:
             if name and name not in visible:
                 raise InputError(
@@ -320,16 +324,16 @@ def _outer_names(proto: Any, reader: _Reader, depth: int) -> set[str]:
     return names
 
 
-def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
+def _topological_order(protos: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
     """Sort nodes, as indices, so that each follows its ``needed`` nodes; raises ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
-        return list(range(len(raw)))
+        return list(range(len(protos)))
     remaining = [set(predecessors) for predecessors in needed]
     users: dict[int, list[int]] = {}
     for place, predecessors in enumerate(needed):
         for predecessor in predecessors:
             users.setdefault(predecessor, []).append(place)
-    ready = [place for place in reversed(range(len(raw))) if not remaining[place]]
+    ready = [place for place in reversed(range(len(protos))) if not remaining[place]]
     order: list[int] = []
     while ready:
         place = ready.pop()
@@ -338,10 +342,10 @@ def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[i
             remaining[user].discard(place)
             if not remaining[user]:
                 ready.append(user)
-    if len(order) < len(raw):
-        place = min(set(range(len(raw))) - set(order))
+    if len(order) < len(protos):
+        place = min(set(range(len(protos))) - set(order))
         raise InputError(
-            f"the graph has a cycle, among others through {_describe_node(raw[place])}, so it cannot be run; "
+            f"the graph has a cycle, among others through {_describe_node(protos[place])}, so it cannot be run; "
             "export the model again"
         )
     return order

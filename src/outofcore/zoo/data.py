@@ -48,7 +48,7 @@ def library_text(limit: int = 8 * MIB) -> Tensor:
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Yield random passages of `library_text`, and the same a byte later: each (batch, context) int64."""
+    """Yield random passages of `library_text` and the same passages a byte later: each (batch, context) int64."""
     text = library_text()
     starts = len(text) - context
     if starts < 1:

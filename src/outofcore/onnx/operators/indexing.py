@@ -15,7 +15,7 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _from_front(index: Tensor, length: int) -> Tensor:
-    """Return int64 indices counted from the front."""
+    """Return indices as int64, with negative indices counted from the front."""
     index = index.to(torch.int64)
     return torch.where(index < 0, index + length, index)
 

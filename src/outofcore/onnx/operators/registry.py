@@ -52,8 +52,8 @@ def operator(
 ) -> Callable[[Function], Function]:
     """Register a function for the ONNX operators ``names`` from opset ``since`` on; its keywords are attributes.
 
-    With a dataclass ``attributes``, the function takes an instance as ``asked`` instead of keywords. ``also`` names more
-    attributes, for its ``**kwargs``. ``Operator`` explains the other arguments.
+    With a dataclass ``attributes``, the function takes an instance as ``asked`` instead of keywords. ``also`` names the
+    attributes in its ``**kwargs``. ``Operator`` explains the other arguments.
     """
 
     def register(function: Function) -> Function:
