@@ -176,7 +176,7 @@ class Checkpoint:
     def _check_counts(self, passed: int, saved: int, kind: str) -> None:
         if passed != saved:
             raise InputError(
-                f"the checkpoint in {self.folder} contains {saved} {kind}, and this call passes {passed}; "
+                f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} were passed to this call; "
                 "pass the models and optimizers that were saved, in the same order"
             )
 

@@ -44,7 +44,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     advice = _advice(unmatched, missing)
     if not matched:
         raise InputError(
-            f"no name in {path} is one of the model: the file has {format_names(unmatched)}, and the model has "
+            f"no name in {path} is also in the model: the file has {format_names(unmatched)}, and the model has "
             f"{format_names(sorted(meta_tensors))}; {advice or 'pass the weights of this model'}"
         )
     if missing or unmatched:

@@ -148,7 +148,8 @@ class Builder:
         operator = find(node.domain, node.op, node.version)
         if operator is None:
             raise InputError(
-                f"{node} is not supported and has no body; write it with other operators before the export"
+                f"{node} is not supported, and ONNX has no function for it; write it with other operators before the "
+                "export"
             )
         keywords = self._call_keywords(node, operator)
         constants = self._fold_constants(node, operator, inputs, keywords)
