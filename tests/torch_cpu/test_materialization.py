@@ -224,7 +224,7 @@ def test_weights_without_a_matching_name_are_refused(
     save_file({name_format.format(name): tensor for name, tensor in make_modules().state_dict().items()}, file)
     with torch.device("meta"):
         model = make()
-    with pytest.raises(InputError, match=rf"is one of the model: the file has .* and \d+ more, .*{advice}"):
+    with pytest.raises(InputError, match=rf"is also in the model: the file has .* and \d+ more, .*{advice}"):
         outofcore.materialize(model, home=home, weights=file)
     assert all(parameter.is_meta for parameter in model.parameters())
 

@@ -130,7 +130,7 @@ def collect_contents(model: nn.Module) -> ModelContents:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield each name with its tensor, and whether a state dict includes it; a shared tensor occurs once per name."""
+    """Yield the name of each parameter and buffer, the tensor, and whether a state dict includes it."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, parameter, True
     for path, module in model.named_modules(remove_duplicate=False):
@@ -143,7 +143,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 def unchanged_parameter_ids(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
-    """Return the ids of frozen parameters that share no storage with trained parameters, buffers or ``written``."""
+    """Return the ``id()`` of each parameter that training does not change; ``written`` tensors count as changed."""
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     changing = {storage_key(tensor) for tensor in (*written, *(b for model in models for b in model.buffers()))}
@@ -167,7 +167,7 @@ def model_parameter_ids(models: Sequence[nn.Module]) -> set[int]:
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's size and settings, except tensors; raises ``StateError`` if JSON cannot hold them."""
+    """Return each parameter group's size and non-tensor settings; raises ``StateError`` if not JSON data."""
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
@@ -178,7 +178,7 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the optimizer state without tensors, by parameter number; raises ``StateError`` for unsupported state."""
+    """Map each parameter's index, as text, to its non-tensor state; raises ``StateError`` for unsupported state."""
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
@@ -199,7 +199,7 @@ def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def check_plain(value: Any, description: str) -> None:
-    """Raise ``StateError`` if JSON cannot hold a value exactly; accept tuples, although they become lists."""
+    """Raise ``StateError`` if JSON cannot store a value; ``description`` names the value in the message."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -235,7 +235,7 @@ def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def plain_generators() -> dict[str, Any]:
-    """Return the states of ``random`` and ``numpy.random`` as plain data."""
+    """Return the states of ``random`` and ``numpy.random`` as data for JSON."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {

@@ -76,7 +76,7 @@ class Checkpoint:
         home_tensors: HomeTensors | None,
         shards: Shards | None = None,
     ) -> None:
-        """Load all saved state; frozen parameters that were not saved keep their values.
+        """Load the saved state into models and optimizers; frozen parameters that were not saved stay unchanged.
 
         Existing tensors are overwritten in place; missing optimizer state and gradients are allocated at home.
 
@@ -128,7 +128,7 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_by_file(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return each model's file stem and tensors to fill, by saved name; raises ``InputError`` if models differ."""
+        """Return each model's data file (stem) and tensors, by saved name; raises ``InputError`` if models differ."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
@@ -145,12 +145,12 @@ class Checkpoint:
         return parameter if shard is None else self._record_range(shard, shard.own_range)
 
     def _record_range(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        """Record that a tensor holds only this process's range of a sharded tensor, and return it."""
+        """Record a tensor as this process's range of a sharded tensor, and return the tensor."""
         self._ranges[id(tensor)] = shard
         return tensor
 
     def _accepts_entry(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
-        """Return whether an entry can fill ``tensor``, a state of ``parameter``; record a shard that it can fill."""
+        """Return whether ``tensor``, optimizer state of ``parameter``, can be overwritten with a saved entry."""
         shard = self._shard_of(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -162,7 +162,7 @@ class Checkpoint:
         return False
 
     def _allocate(self, parameter: torch.Tensor, entry: Entry, home_tensors: HomeTensors | None) -> torch.Tensor:
-        """Allocate a tensor for an entry, at home if it is large; if it is sharded, only this process's range."""
+        """Allocate a tensor to load a saved entry into; for a sharded parameter, only this process's part."""
         shard = self._shard_of(parameter)
         if shard is None or entry.shape != shard.shape:
             return _allocate_tensor(parameter, entry, home_tensors)
@@ -176,12 +176,12 @@ class Checkpoint:
     def _check_counts(self, passed: int, saved: int, kind: str) -> None:
         if passed != saved:
             raise InputError(
-                f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} in this call; pass the models "
-                "and optimizers that were saved, in the same order"
+                f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} were passed to this call; "
+                "pass the models and optimizers that were saved, in the same order"
             )
 
     def _model_targets(self, number: int, model: SavedModel, tensors: Targets) -> Targets:
-        """Return a model's tensors to fill, by saved name; raises ``InputError`` unless it is like the saved model."""
+        """Map saved names to a model's tensors; raises ``InputError`` if the saved model has different names."""
         saved_names = self._files[model.stem].entries.keys() | model.omitted.keys()
         targets: Targets = {}
         for name, tensor in tensors.items():
@@ -208,7 +208,7 @@ class Checkpoint:
         return {name: self._target(tensor) for name, tensor in targets.items() if name not in model.omitted}
 
     def _check_omitted(self, description: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
-        """Raise ``InputError`` unless an unsaved parameter has its recorded shape and dtype, is frozen and has data."""
+        """Raise ``InputError`` if a parameter that the checkpoint omits has changed, is not frozen or has no data."""
         current = OmittedParameter.of(parameter)
         if current != saved:
             raise InputError(
@@ -237,7 +237,7 @@ class Checkpoint:
             )
 
     def _optimizer_targets(self, number: int, optimizer: Optimizer, model_ids: set[int]) -> Targets:
-        """Return an optimizer's tensors to fill, by saved name: settings, state, and parameters outside the models."""
+        """Map saved names to an optimizer's tensors to overwrite: settings, state, and parameters that no model has."""
         entries = self._files["training"].entries
         targets: Targets = {}
         for index_in_optimizer, parameter in enumerate(parameters_of(optimizer)):
@@ -260,7 +260,7 @@ class Checkpoint:
         return targets
 
     def _check_targets(self, stem: str, targets: Targets) -> None:
-        """Raise ``InputError`` unless each target is on the CPU and fits its entry in shape and dtype."""
+        """Raise ``InputError`` unless each tensor is on the CPU and fits the shape and dtype of its saved entry."""
         for name, tensor in targets.items():
             entry = self._files[stem].entries[name]
             shard = self._ranges.get(id(tensor))
@@ -275,7 +275,7 @@ class Checkpoint:
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home_tensors: HomeTensors | None
     ) -> Targets:
-        """Allocate optimizer state that is missing or does not fit; return it, and tensors for all saved gradients."""
+        """Map saved gradients and missing optimizer state to tensors; allocate the tensors that do not exist."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):
@@ -299,7 +299,7 @@ class Checkpoint:
         return allocated
 
     def _fill(self, stem: str, targets: Targets, home_tensors: HomeTensors | None, buffer: memoryview) -> None:
-        """Read a whole data file and fill its targets; raises ``TransferError`` if its checksum is wrong."""
+        """Load a data file into its target tensors; raises ``TransferError`` if the file's checksum is wrong."""
         file = self._files[stem]
         saved_crc32 = self._index.files[self._index.names[stem]].crc32
         entries = sorted(file.entries.values(), key=lambda entry: (entry.begin, entry.end))
@@ -326,7 +326,7 @@ class Checkpoint:
             )
 
     def _restore_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, allocated: Targets) -> None:
-        """Add the allocated tensors and the saved plain values to an optimizer's state, and delete unsaved state."""
+        """Add ``allocated`` tensors and saved non-tensor values to optimizer state; delete state that was not saved."""
         plain = saved.state
         for place, parameter in enumerate(parameters_of(optimizer)):
             if str(place) not in plain:
@@ -347,7 +347,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _allocate_tensor(parameter: torch.Tensor, entry: Entry, home_tensors: HomeTensors | None) -> torch.Tensor:
-    """Allocate a tensor for an entry, at home if it is large, with the parameter's strides if shapes are equal."""
+    """Allocate a tensor with the shape and dtype of a saved entry, in ``home_tensors`` if it is large."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
         shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")

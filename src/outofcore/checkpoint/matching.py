@@ -20,7 +20,7 @@ _WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Raise ``InputError`` if no weight is for a meta tensor or one does not fit; warn of names without a match."""
+    """Raise ``InputError`` if no weight is for a meta tensor, or one does not fit; warn about unmatched names."""
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     meta_tensors = {name: tensor for name, tensor in named.items() if tensor.is_meta}
     path = weights.path
@@ -44,7 +44,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     advice = _advice(unmatched, missing)
     if not matched:
         raise InputError(
-            f"no name in {path} is one of the model: the file has {format_names(unmatched)}, and the model has "
+            f"no name in {path} is also in the model: the file has {format_names(unmatched)}, and the model has "
             f"{format_names(sorted(meta_tensors))}; {advice or 'pass the weights of this model'}"
         )
     if missing or unmatched:
@@ -55,7 +55,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
-    """Raise ``InputError`` unless a file's entry has ``shape``, and a dtype that converts to that of ``tensor``."""
+    """Raise ``InputError`` unless a file's entry has ``shape``, and a dtype convertible to the tensor's."""
     if shape != entry.shape:
         raise InputError(
             f"{name} has the shape {shape}, and {entry.shape} in {path}; use the model that was saved, or a "
@@ -69,7 +69,7 @@ def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: E
 
 
 def _dtype_kind(dtype: torch.dtype) -> str:
-    """Return the kind of a dtype; weights convert to any dtype of their kind. Each float8 dtype is a kind."""
+    """Return the kind of a dtype; weights can be converted within a kind. Each float8 dtype is its own kind."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -83,7 +83,7 @@ def format_names(names: Collection[str]) -> str:
 
 
 def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
-    """Return advice if names differ by a prefix, or by a part that a wrapper adds; otherwise return ""."""
+    """Return advice for names that differ only by a prefix or a wrapper's addition; otherwise an empty text."""
     prefix = _common_prefix(file_names, set(model_names))
     if prefix:
         return (
@@ -109,7 +109,7 @@ def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
 
 
 def _common_prefix(longer: Iterable[str], shorter: set[str]) -> str:
-    """Return the prefix, such as "model.", that most often turns a shorter name into a longer one, or ""."""
+    """Return the most frequent prefix, such as "model.", that ``longer`` names add to ``shorter`` names, or ""."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

@@ -84,8 +84,8 @@ def save_checkpoint(
     """Write a checkpoint into a folder; only a complete checkpoint replaces the previous one.
 
     Tensors in ``home_tensors`` are read from their home; ``extra`` is data for JSON. All processes of ``shards`` call
-    this together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
-    leaves out frozen parameters that training does not change; ``written`` are the tensors that steps write.
+    this together, and process 0 writes the parts that the others send. ``frozen=False`` leaves out frozen parameters
+    that training does not change; ``written`` are the tensors that steps write.
     """
     omitted = set[int]() if frozen else unchanged_parameter_ids(models, optimizers, written)
     if shards is None:
@@ -110,10 +110,10 @@ def _collect_state(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Return the tensors to save by file stem, and the index without file names; leave out ``omitted`` ids."""
+    """Collect the tensors of each file, and the JSON index; ``omitted`` are the ids of tensors to leave out."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
-        """Return ``value`` as a ``ShardRange`` if ``parameter`` is sharded; return a scalar unchanged."""
+        """Wrap a sharded parameter's tensor, such as its gradient, in a ``ShardRange``; return others unchanged."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value
@@ -187,7 +187,7 @@ def _write_checkpoint(
 
 
 class ShardGatherer:
-    """Sends the ranges of all processes to process 0, which writes the files."""
+    """Sends each process's parts of sharded tensors to process 0, which writes the files."""
 
     def __init__(self, shards: Shards, home_tensors: HomeTensors | None) -> None:
         self._shards = shards
@@ -203,7 +203,7 @@ class ShardGatherer:
         return [(generator_name(rank), state) for rank, state in enumerate(states) if rank]
 
     def send(self, items: Sequence[torch.Tensor | ShardRange]) -> None:
-        """Send this process's ranges to process 0 one by one; stop early if process 0 has failed."""
+        """Send this process's parts of sharded tensors to process 0; stop early if process 0 has failed."""
         for part in items:
             if not isinstance(part, ShardRange):
                 continue
@@ -217,7 +217,7 @@ class ShardGatherer:
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
-        """Expect ``count`` calls of ``append_whole`` in this context; if there are fewer, stop the senders."""
+        """Prepare to receive ``count`` tensors in this context; if the context ends early, stop the senders."""
         self._remaining = count
         try:
             yield
@@ -226,7 +226,7 @@ class ShardGatherer:
                 self._broadcast_more(more=False)
 
     def append_whole(self, part: ShardRange, out: OutFile, buffer: memoryview) -> None:
-        """Collect the ranges of a sharded tensor from all processes, and append the whole tensor to a file."""
+        """Collect a sharded tensor's parts from all processes, and append the whole tensor to a file."""
         self._remaining -= 1
         self._broadcast_more()
         if not part.shard.is_row_major:
@@ -270,7 +270,7 @@ def generator_name(rank: int) -> str:
 def _optimizer_tensors(
     number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | ShardRange]
 ) -> NamedTensors:
-    """Return an optimizer's tensors and their names in the file: settings, state, and parameters outside the models."""
+    """Return an optimizer's tensors by name in the file: settings, state, and parameters that no model has."""
     named: NamedTensors = []
     for index, group in enumerate(optimizer.param_groups):
         named += [
@@ -320,7 +320,7 @@ def _check_devices(number: int, tensors: NamedTensors) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[str]:
-    """Create and lock a folder, and yield the suffix of new data files; raises ``StateError`` if it is locked."""
+    """Lock a folder in this context, and yield the suffix for new data files; raises ``StateError`` if locked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -345,7 +345,7 @@ def lock_folder(folder: Path) -> Iterator[str]:
 
 
 def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Replace a checkpoint's index, then delete all data files except ``files``; may raise ``TransferError``."""
+    """Replace a checkpoint's index, then delete the data files that are not in ``files``."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:

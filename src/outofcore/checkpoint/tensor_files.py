@@ -232,7 +232,7 @@ class OutFile:
         self._filled = 0
 
     def _error(self, error: OSError) -> TransferError:
-        """Return a ``TransferError`` with advice for an ``OSError``; return a ``TransferError`` unchanged."""
+        """Convert an ``OSError`` to a ``TransferError`` with advice; return a ``TransferError`` unchanged."""
         if isinstance(error, TransferError):
             return error
         advice = {
@@ -299,7 +299,7 @@ def fill(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Read an entry into a CPU tensor of its shape, convert the dtype, and return the updated checksum.
+    """Load a file's entry into a CPU tensor of the same shape, and return the updated checksum.
 
     ``buffer`` has whole pages. ``crc32`` is the checksum of all bytes before the entry. Raises ``TransferError``.
     """
@@ -337,7 +337,7 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Read a whole entry like ``fill``, but fill a flat tensor only with the entry's elements from ``start`` on."""
+    """Load the part of a file's entry from element ``start`` on into a flat tensor; return the updated checksum."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize
@@ -357,7 +357,7 @@ def fill_range(
 def _row_major_slot(
     tensor: torch.Tensor, home_tensors: HomeTensors | None, *, to_write: bool
 ) -> tuple[HomeStore, int] | None:
-    """Return a tensor's home and offset; None if it is not at home or not the whole storage in row-major order."""
+    """Return a tensor's home and its offset there; None unless the tensor is one range of bytes in a home."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
@@ -433,7 +433,7 @@ class Weights:
         return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], home_tensors: HomeTensors | None) -> None:
-        """Fill each CPU tensor with the weight of its name, converted to its dtype; their shapes must be equal."""
+        """Load weights into CPU tensors by name; each tensor must have the shape of its weight."""
         by_path: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
         for name, tensor in targets.items():
             file, entry = self._entries[name]

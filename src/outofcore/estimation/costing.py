@@ -76,7 +76,7 @@ def open_target(
     host_budget: int | str | None,
     cache: bool | str | os.PathLike[str],
 ) -> Generator[LocalMachine | Device]:
-    """Yield the simulated device that ``device`` names, or this machine; close its homes at the end of the context."""
+    """Open the machine to estimate for: a simulated device if ``device`` names one, otherwise this machine."""
     preset = simulated(device)
     if preset is not None:
         yield preset
@@ -104,7 +104,7 @@ def capture_variants(
     split: Split,
     tell: ProgressCallback = ignore_progress,
 ) -> StepVariants:
-    """Capture one call of a step, and return an object that makes the step's variants; raises ``CaptureError``."""
+    """Capture a step, and return its variants, such as whole or split; raises ``CaptureError``."""
     if isinstance(target, Device):
         # Without the device, the rounding of an update of a range cannot be checked.
         local_backend, cache, layouts, home_bytes = None, None, None, 0
@@ -127,10 +127,7 @@ def cost_step(
     kernels: Kernels | None = None,
     split: Split = Split.OFF,
 ) -> StepCosts:
-    """Capture a step without training, and measure or estimate its costs; raises ``CaptureError``.
-
-    The result is for the call of rank 0 that needs most memory. On another device all splits count as exact.
-    """
+    """Capture a step, and measure its costs on this machine or estimate them for a simulated device."""
     tell("capture the step", 0, 1)
     if sharing is not None:
         user = replace(user, shards=Shards(user.models, user.optimizers, AssumedGroup(sharing.ranks)))
@@ -154,6 +151,7 @@ def cost_step(
             graph, costs = captured.graph, replace(costs, homes=links)
         return graph, _replace_collective_costs(captured, costs, sharing)
 
+    # A budget must hold all calls of the step, so the call that needs most memory counts.
     steps = _distinct_calls(first)
     whole = costs_of(_largest_step(steps), LOWEST_MEMORY, "measure ops")
     if split is Split.OFF:
@@ -185,7 +183,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
 
 
 def _replace_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
-    """Return ``costs`` with the assumed group's costs for collective ops; unchanged if ``sharing`` is None."""
+    """Replace the costs of collective ops by estimates for the assumed processes; no change without ``sharing``."""
     if sharing is None:
         return costs
     ops = [

@@ -73,9 +73,9 @@ class _MismatchError(Exception):
 
 
 def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = None) -> CostedStep | None:
-    """Derive the step of a deep model by repeating the middle blocks of a shallow one; None if the blocks differ.
+    """Derive a deep model's step from a shallow model's by repeating middle blocks; None if the blocks differ.
 
-    Each stack has ``KEPT_BLOCKS`` blocks in ``step``, and ``blocks`` (at least 3) or ``stack.blocks`` in the result.
+    ``step`` has ``KEPT_BLOCKS`` blocks of each stack; the result has ``blocks`` (at least 3; None: ``stack.blocks``).
     """
     try:
         step = _join_updates_at_end(step)
@@ -87,7 +87,7 @@ def deepen_step(step: CostedStep, stacks: Iterable[Stack], blocks: int | None = 
 
 
 def are_equal_steps(a_step: CostedStep, b_step: CostedStep) -> bool:
-    """Return whether steps have equal ops, sizes and costs; names, ids and the order of update inputs may differ."""
+    """Return whether two steps have the same ops, sizes and costs; storage names and ids may differ."""
     first, first_costs, second, second_costs = a_step.graph, a_step.costs, b_step.graph, b_step.costs
     if len(first.ops) != len(second.ops) or len(first.outputs) != len(second.outputs):
         return False
@@ -124,7 +124,7 @@ def _is_joint_update(graph: StepGraph, op: Op) -> bool:
 
 
 def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
-    """Group the ids that an update reads by parameter, the parameter's id first; may raise ``_MismatchError``."""
+    """Group the storages that an optimizer update reads by parameter; each group begins with the parameter."""
     members = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
     for s in op.reads:
         if graph.storages[s].kind is StorageKind.PARAMETER:
@@ -137,7 +137,7 @@ def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
 
 
 def _join_updates_at_end(step: CostedStep) -> CostedStep:
-    """Replace the updates of small parameters with one joint op per update operator, at the end of the step."""
+    """Merge the updates of small parameters into one op per kind of update, at the end of the step."""
     graph, costs = step.graph, step.costs.ops
     joint = [op for op in graph.ops if _is_joint_update(graph, op)]
     ids = {op.id for op in joint}
@@ -154,7 +154,7 @@ def _join_updates_at_end(step: CostedStep) -> CostedStep:
 
 
 def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
-    """Split joint updates into chunks as a capture does, and move each update up to where its gradients are final."""
+    """Split merged updates into chunks of limited size, and move each update to the earliest possible place."""
     graph = step.graph
     parts: list[_CostedOp] = []
     # Sorted by the parameter at which the optimizer makes the update.
@@ -178,7 +178,7 @@ def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
 
 
 def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _CostedOp]]:
-    """Split a joint update into ops of limited size, and pair each with its sort key among all updates."""
+    """Split a merged update into ops of limited size; pair each op with a key that sorts all updates."""
     max_bytes = traits_of(CPU).update_bytes.chunk
     kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
     chunks: list[tuple[float, list[list[int]]]] = []
@@ -205,7 +205,7 @@ def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[fl
 
 
 def _renumber_states(step: CostedStep, first: int) -> CostedStep:
-    """Give optimizer states consecutive ids, in the order in which the ops from ``first`` on read them."""
+    """Renumber optimizer states in the order in which the ops from index ``first`` on read them."""
     graph, state_kind = step.graph, StorageKind.OPTIMIZER_STATE
     states = dict.fromkeys(s for op in graph.ops[first:] for s in op.reads if graph.storages[s].kind is state_kind)
     first_state = min(states, default=0)
@@ -242,7 +242,7 @@ class _CostedOp:
 def _build_step(
     storages: tuple[Storage, ...], parts: Sequence[_CostedOp], outputs: tuple[int, ...], costs: Costs
 ) -> CostedStep:
-    """Build a step from ``parts``, and number its ops in this order; take the costs of homes from ``costs``."""
+    """Build a step of ``parts`` (ops with their costs) in this order; ``costs`` has the costs of homes."""
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
     return CostedStep(
         StepGraph(storages, ops, outputs),
@@ -285,7 +285,7 @@ class _BlockRepeater:
         self._references = [self._match_ops(first, second) for first, second in pairs]
 
     def _label_ops(self) -> list[int | None]:
-        """Return the block index of each op, or None; an op between two blocks belongs to the earlier one."""
+        """Return each op's block index (None: outside blocks); ops between blocks belong to the earlier block."""
         labels = [self._stack.block_of(op.module) for op in self._graph.ops]
         at = 0
         while at < len(labels):
@@ -310,7 +310,7 @@ class _BlockRepeater:
             raise _MismatchError
 
     def _match_ops(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
-        """Pair the storages of two matching ops, by field of ``Op``; raises ``_MismatchError`` if the ops differ."""
+        """Pair the storages of two equal ops, by field of ``Op``; raises ``_MismatchError`` if the ops differ."""
         costs = self._step.costs.ops
         alike = (first.name, first.rerunnable, first.random, first.family) == (
             second.name,
@@ -350,7 +350,7 @@ class _BlockRepeater:
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
         def inner(pair: tuple[int, int], copy_number: int) -> int:
-            """Return the id of the storage that a copy uses; the originals in blocks one and two use ``pair``."""
+            """Return a copied op's new storage id; its originals in the two middle blocks use the ids in ``pair``."""
             s, t = pair
             match self._block[s], self._block[t]:
                 case (1, 2):
@@ -362,21 +362,22 @@ class _BlockRepeater:
                 case _:
                     return new[s, None]
 
-        def outer(refs: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
-            """Return the new ids of the storages of an op that is not repeated; ``op_block`` is its block, or None."""
-            blocks = [self._block[s] for s in refs]
+        def outer(old_ids: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
+            """Return the new ids of an uncopied op's storages; ``op_block`` is the op's block (None: outside)."""
+            blocks = [self._block[s] for s in old_ids]
             if not {_ONE, _TWO} & set(blocks):
-                return tuple(new[s, None] for s in refs)
+                return tuple(new[s, None] for s in old_ids)
             if op_block is not None:
                 near, end = (_ONE, 1) if op_block == _FIRST else (_TWO, count)
                 if (_ONE + _TWO - near) in blocks:
                     raise _MismatchError
-                return tuple(new[(self._role[s], end) if self._block[s] == near else (s, None)] for s in refs)
-            order = _repeated_order(blocks, [self._role.get(s) for s in refs], count)
+                return tuple(new[(self._role[s], end) if self._block[s] == near else (s, None)] for s in old_ids)
+            order = _repeated_order(blocks, [self._role.get(s) for s in old_ids], count)
             if order is None:
                 raise _MismatchError
             return tuple(
-                new[refs[at] if copy_number is None else self._role[refs[at]], copy_number] for at, copy_number in order
+                new[old_ids[at] if copy_number is None else self._role[old_ids[at]], copy_number]
+                for at, copy_number in order
             )
 
         parts: list[_CostedOp] = []
@@ -397,10 +398,10 @@ class _BlockRepeater:
         outputs = tuple(new[s, None] for s in graph.outputs)
         return _build_step(tuple(storages), parts, outputs, self._step.costs)
 
-    def _scale_cost(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
-        """Scale an uncopied op's time to the bytes of ``used``; raises ``_MismatchError`` if large results grow."""
+    def _scale_cost(self, op: Op, cost: OpCost, new_ids: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
+        """Scale the time of an op that is not copied to the bytes of its new storages, ``new_ids``."""
         before = dict.fromkeys(op.reads + op.mutates)
-        after = dict.fromkeys(used)
+        after = dict.fromkeys(new_ids)
         if len(before) == len(after):
             return cost
         if any(is_large(self._graph.storages[s].bytes) for s in op.creates):
@@ -418,7 +419,7 @@ class _BlockRepeater:
 def _repeated_order(
     blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
-    """Return the order of items when ``count`` copies replace the two middle blocks; None if the blocks differ.
+    """Order ops or storages so that ``count`` copies replace the two middle blocks; None if the blocks differ.
 
     Each result is an index into ``blocks``, and the number of the copy from 1 (None: not copied). Unless ``strict``,
     items of block one without a match are copied, and items of block two without a match are left out.

@@ -41,7 +41,7 @@ class ReportedStep:
 def report_step(
     path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Plan a step for ``count`` other budgets (or ``CURVE_POINTS``), and write an HTML report with the curve."""
+    """Write an HTML report about a planned step and ``count`` (default: ``CURVE_POINTS``) other budgets."""
     graph, costs, planned = step.graph, step.costs, step.planned
     with show_progress() as tell:
         budget_insight = build_insight(
@@ -67,6 +67,7 @@ def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, profiler_tr
 
 
 def _standard_notes(step: ReportedStep) -> list[tuple[str, str]]:
+    """Return facts about the machine, the step and the plan for a report, as labels and texts."""
     machine, graph, planned = this_machine(), step.graph, step.planned
     description = (
         f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, {machine.kernel}"

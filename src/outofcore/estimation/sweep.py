@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = CURVE_POINTS) -> tuple[int, ...]:
-    """Return up to ``count`` budgets from ``smallest`` to ``in_core`` at equal ratios; only ``in_core`` for 1."""
+    """Return up to ``count`` budgets from ``smallest`` to ``in_core``, a geometric series; for 1, only ``in_core``."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -86,7 +86,7 @@ def _best_point(new: Point, before: Sequence[Point]) -> Point:
 def find_lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find a small budget with a step at most 1 % slower than in core; also return ``points`` and the points tried."""
+    """Search between ``points`` for a small budget with at most 1 % slowdown; return the budget and all points."""
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS_RATIO
     index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
@@ -135,7 +135,7 @@ def build_insight(
 
 
 def _savings_of_faster_machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """Return the seconds that the program would save with all ops twice as fast, and with all links twice as fast."""
+    """Return the seconds that a step would save with ops twice as fast, and with links twice as fast."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]
@@ -155,7 +155,7 @@ def _describe_error(predicted: float, measured: float) -> str:
     return f" The step took {abs(ratio):.0%} {direction} than predicted: the machine has changed since it was measured."
 
 
-def _describe_bottleneck(spent: TimeSpent, copies: bool) -> str:
+def _describe_bottleneck(spent: TimeSpent, has_copies: bool) -> str:
     total = spent.seconds or 1.0
     shares = {
         "the link": spent.for_copies + spent.end,
@@ -165,7 +165,7 @@ def _describe_bottleneck(spent: TimeSpent, copies: bool) -> str:
     worst = max(shares, key=lambda name: shares[name])
     lost = sum(shares.values())
     if lost <= _NEGLIGIBLE_SHARE * total:
-        reason = "all copies overlap with ops" if copies else "no tensor is evicted"
+        reason = "all copies overlap with ops" if has_copies else "no tensor is evicted"
         return f"Ops are the limit: {reason}. Only faster ops or a smaller model would help."
     cost = f"{format_seconds(shares[worst])} of {format_seconds(total)}"
     if worst == "the link":
@@ -232,6 +232,7 @@ class Estimate:
         return existing or predict_point(graph, costs, budget_bytes, self.policy)
 
     def _facts(self) -> list[tuple[str, str]]:
+        """Return the lines of the printed summary, as labels and values."""
         whole = [] if self.whole_budget is None else [("without splitting", format_bytes(self.whole_budget))]
         return [
             ("smallest budget", format_bytes(self.smallest_budget)),
@@ -260,6 +261,7 @@ def format_points(points: Sequence[Point]) -> str:
 
 
 def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
+    """Return a printed table: a header, and the predictions for each budget."""
     rows = [("budget", "step", "evicted", "fetched", "recompute", "policy")]
     rows += [
         (
@@ -285,7 +287,7 @@ def estimate_graph(
     parts: tuple[StepGraph, Costs] | None = None,  # the split step, for smaller budgets
     tell: ProgressCallback,
 ) -> Estimate:
-    """Estimate a step at ``budgets`` and at a curve of budgets; raises ``GraphError`` if it has no ops."""
+    """Estimate a step at ``budgets`` and at a range of other budgets; raises ``GraphError`` if it has no ops."""
     if not graph.ops:
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)

@@ -102,7 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, host_inputs: int = 0) -> list[fx.Node]:
-        """Build the fx graph, and return the outer nodes that it uses; ``host_inputs`` first inputs are on the CPU."""
+        """Build the fx graph, with ``host_inputs`` inputs on the CPU; return the outer graph's nodes that it uses."""
         for declared in graph.inputs[:host_inputs]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
@@ -114,7 +114,7 @@ class Builder:
         return list(self._imports)
 
     def _build_nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
-        """Add a graph's weights and nodes, record their values by name, and return the values of its outputs."""
+        """Add a graph's weights and nodes to the fx graph, and return the values of the graph's outputs."""
         uses = defaultdict[str, _Use](lambda: _Use.NONE)
         _record_uses(graph, uses)
         for name, stored in graph.tensors.items():
@@ -139,7 +139,7 @@ class Builder:
             self._values = before
 
     def _build_node(self, node: Node, prefix: str) -> Sequence[_Value | None]:
-        """Fold, inline or add a node, and return its outputs; raises ``InputError`` for an unsupported operator."""
+        """Add a node to the fx graph, or compute it now if its inputs are constant; return the node's outputs."""
         inputs = [self._find(name) if name else None for name in node.inputs]
         inner = f"{prefix}{node.name}/"
         if node.body is not None:
@@ -148,7 +148,8 @@ class Builder:
         operator = find(node.domain, node.op, node.version)
         if operator is None:
             raise InputError(
-                f"{node} is not supported and has no body; write it with other operators before the export"
+                f"{node} is not supported, and ONNX has no function for it; write it with other operators before the "
+                "export"
             )
         keywords = self._call_keywords(node, operator)
         constants = self._fold_constants(node, operator, inputs, keywords)
@@ -173,7 +174,7 @@ class Builder:
         return self._import(self._outer._find(name))
 
     def _import(self, value: _Value | None) -> _Value | None:
-        """Make an outer graph's value an input of this graph, and return it; return a constant unchanged."""
+        """Pass a value of the enclosing graph into this graph as an input; return a constant unchanged."""
         if value is None or value.node is None:
             return value
         if value.node not in self._imports:
@@ -193,7 +194,7 @@ class Builder:
         return node
 
     def _constant_or_weight(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Return a constant for a scalar, for a few integers, and for numbers that are only read; else a weight."""
+        """Return a stored tensor as a constant if it is tiny or only read as numbers; otherwise register a weight."""
         looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
@@ -205,7 +206,7 @@ class Builder:
         return self._register_weight(name, tensor, stored, use)
 
     def _register_weight(self, name: str, tensor: Tensor, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Register a parameter, or a buffer if untrained, in the outermost module; return its value in this graph."""
+        """Register a weight as parameter or buffer of the outermost module, and return its value in this graph."""
         if self._outer is not None:
             return self._import(self._outer._register_weight(name, tensor, stored, use))
         holder, leaf, target = _find_or_add_module(self._module, name)
@@ -229,7 +230,7 @@ class Builder:
         return self._call(outofcore.aligned, value.node) if value.is_unaligned and aligned else value.node
 
     def _materialize_once(self, value: _Value, device_kind: str) -> fx.Node:
-        """Return the node of a value on the model's device ("device") or on the CPU ("cpu"); add it only once."""
+        """Return an fx node that puts a value on the model's device or the CPU; add the node only once."""
         node = self._materialized.get((value, device_kind))
         if node is None:
             keywords = {"device": self._device} if device_kind == "device" else {}
@@ -279,7 +280,7 @@ class Builder:
     def _fold_constants(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
-        """Compute a node's outputs now, and return them as constants; None if that is impossible or they are large."""
+        """Compute a node's outputs now, and return them as constants; None if impossible or too large."""
         tensors = [None if value is None else value.tensor if operator.by_shape else value.constant for value in inputs]
         if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None
@@ -301,7 +302,7 @@ class Builder:
     def _call_operator(
         self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value | None]:
-        """Add an operator call to the fx graph, with inputs on the right device, and return the node's outputs."""
+        """Add an operator call to the fx graph, with inputs on the right device; return the node's outputs."""
         values = [value for value in inputs if value is not None and value.node is not None]
         on_host = operator.pure and operator.size is None and bool(values) and all(value.is_host for value in values)
         arguments: list[Any] = []
@@ -334,7 +335,7 @@ class Builder:
     def _call_control(
         self, node: Node, operator: Operator, values_in: Sequence[_Value | None], prefix: str
     ) -> list[_Value | None]:
-        """Build a module for the graphs inside a node such as ``Loop``, call it, and return the node's outputs."""
+        """Add a module for the graphs inside a node such as ``Loop``, and a call of it; return the node's outputs."""
         graphs = {name: x for name, x in node.attributes.items() if isinstance(x, Graph)}
         modules = {name: fx.GraphModule(nn.Module(), fx.Graph()) for name in graphs}
         outer: dict[str, Any] = {}
@@ -396,7 +397,7 @@ def _record_uses(graph: Graph, uses: dict[str, _Use]) -> None:
 
 
 def _constant_of(node: Node) -> StoredTensor | None:
-    """Return the tensor of a ``Constant`` node, or None for another node; raises ``InputError`` if it has no number."""
+    """Return the tensor in a ``Constant`` node, None for any other node; raises ``InputError`` for text."""
     if (node.domain, node.op) != ("", "Constant"):
         return None
     attributes = node.attributes
@@ -412,7 +413,7 @@ def _constant_of(node: Node) -> StoredTensor | None:
 
 
 def _find_or_add_module(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Find or add the module for a dotted tensor name; return it, and the tensor's name in it and in ``root``."""
+    """Return the module for a tensor's dotted name, and the tensor's name in that module and in ``root``."""
     *parts, leaf = name.split(".")
     holder = root
     for part in parts:

@@ -130,7 +130,7 @@ class _Reader:
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read an ONNX file except large tensors; raises ``InputError``. ``is_supported`` takes domain, op and opset."""
+    """Read an ONNX file without its large tensors; ``is_supported`` takes an operator's domain, name and opset."""
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
     try:
@@ -157,7 +157,7 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
         raise InputError(f"{path}: graphs or functions are nested too deeply; simplify the model") from error
 
 
-def _read_model(reading: _Reader, proto: Any) -> Model:
+def _read_model(reader: _Reader, proto: Any) -> Model:
     opsets: dict[str, int] = {}
     for item in proto.opset_import:
         domain = _normalize_domain(item.domain)
@@ -169,17 +169,17 @@ def _read_model(reading: _Reader, proto: Any) -> Model:
             "the file has no graph or no opset, so it is not an ONNX model; save it again with onnx.save or "
             "torch.onnx.export"
         )
-    reading.opsets = _check_opsets(opsets)
+    reader.opsets = _check_opsets(opsets)
     for function in proto.functions:
         _check_text(function.name, function.overload, *function.input, *function.output)
         key = (_normalize_domain(function.domain), function.name, function.overload)
-        if key in reading.functions:
+        if key in reader.functions:
             raise InputError(f"the function {function.name!r} is defined twice; export the model again")
-        reading.functions[key] = function
-    graph = _read_graph(reading, proto.graph, frozenset(), 0)
+        reader.functions[key] = function
+    graph = _read_graph(reader, proto.graph, frozenset(), 0)
     if not graph.outputs:
         raise InputError("the graph has no outputs; export the model again")
-    return Model(reading.path, opsets.get("", 0), graph)
+    return Model(reader.path, opsets.get("", 0), graph)
 
 
 def _check_opsets(opsets: Mapping[str, int]) -> Mapping[str, int]:
@@ -206,22 +206,22 @@ def _normalize_domain(name: str) -> str:
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
-def _read_graph(reading: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Graph:
-    """Read and check a graph; ``outer_values`` are the values of outer graphs that it may use."""
+def _read_graph(reader: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Graph:
+    """Read and check a graph; ``outer_values`` are the values that it may use from enclosing graphs."""
     if depth > MAX_DEPTH:
         raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
     tensors: dict[str, StoredTensor] = {}
     for item in proto.initializer:
-        _add_unique(tensors, item.name, _read_tensor(reading, item), "initializer")
+        _add_unique(tensors, item.name, _read_tensor(reader, item), "initializer")
     for item in proto.sparse_initializer:
-        _add_unique(tensors, item.values.name, _read_sparse(reading, item), "initializer")
+        _add_unique(tensors, item.values.name, _read_sparse(reader, item), "initializer")
     inputs: dict[str, DeclaredValue] = {}
     for item in proto.input:
         _add_unique(inputs, item.name, _read_declared(item), "input")
     outputs = tuple(_read_declared(item) for item in proto.output)
     inputs_and_weights = frozenset(inputs) | frozenset(tensors)
-    raw = list(proto.node)
-    nodes = _read_nodes(reading, raw, inputs_and_weights, outer_values, depth)
+    protos = list(proto.node)
+    nodes = _read_nodes(reader, protos, inputs_and_weights, outer_values, depth)
     produced = {name for node in nodes for name in node.outputs if name}
     ends = _first_duplicate([item.name for item in outputs])
     if ends is not None:
@@ -263,11 +263,15 @@ def _first_duplicate(names: Sequence[str]) -> str | None:
 
 
 def _read_nodes(
-    reading: _Reader, raw: Sequence[Any], inputs_and_weights: frozenset[str], outer_values: frozenset[str], depth: int
+    reader: _Reader,
+    protos: Sequence[Any],
+    inputs_and_weights: frozenset[str],
+    outer_values: frozenset[str],
+    depth: int,
 ) -> tuple[Node, ...]:
-    """Read and sort the nodes of a graph; ``outer_values`` are the values of outer graphs that they may use."""
+    """Read and sort a graph's nodes; ``outer_values`` are the values that they may use from enclosing graphs."""
     producers: dict[str, int] = {}
-    for place, proto in enumerate(raw):
+    for place, proto in enumerate(protos):
         _check_text(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
         for name in proto.output:
             if not name:
@@ -279,21 +283,21 @@ def _read_nodes(
                 )
             producers[name] = place
     predecessors = [
-        {producers[name] for name in _outer_names(proto, reading, depth) if name in producers}
-        for place, proto in enumerate(raw)
+        {producers[name] for name in _outer_names(proto, reader, depth) if name in producers}
+        for place, proto in enumerate(protos)
     ]
-    order = _topological_order(raw, predecessors)
+    order = _topological_order(protos, predecessors)
     available = outer_values | inputs_and_weights
     visible = set(available)
     nodes: list[Node] = []
     for place in order:
-        proto = raw[place]
+        proto = protos[place]
         for name in proto.input:
             if name and name not in visible:
                 raise InputError(
                     f"{_describe_node(proto)} uses {name!r}, which no node produces; export the model again"
                 )
-        nodes.append(_read_node(reading, proto, frozenset(visible) if _has_graphs(proto) else frozenset(), depth))
+        nodes.append(_read_node(reader, proto, frozenset(visible) if _has_graphs(proto) else frozenset(), depth))
         visible.update(name for name in proto.output if name)
     return tuple(nodes)
 
@@ -302,8 +306,8 @@ def _has_graphs(proto: Any) -> bool:
     return any(item.type in (5, 10) for item in proto.attribute)
 
 
-def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
-    """Return the names of a node's inputs, and of outer values that the graphs inside the node use."""
+def _outer_names(proto: Any, reader: _Reader, depth: int) -> set[str]:
+    """Return the names of all values that a node, or a graph inside the node, takes from outside."""
     names = {name for name in proto.input if name}
     if depth > MAX_DEPTH:
         raise InputError(f"graphs are nested more than {MAX_DEPTH} deep; simplify the model")
@@ -314,22 +318,22 @@ def _outer_names(proto: Any, reading: _Reader, depth: int) -> set[str]:
             }
             inner = {declared.name for declared in graph.output}
             for node in graph.node:
-                inner |= _outer_names(node, reading, depth + 1)
+                inner |= _outer_names(node, reader, depth + 1)
                 local_names.update(node.output)
             names |= inner - local_names
     return names
 
 
-def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
-    """Sort nodes so that ``needed`` nodes come first, in file order if possible; raise ``InputError`` for a cycle."""
+def _topological_order(protos: Sequence[Any], needed: Sequence[set[int]]) -> list[int]:
+    """Sort nodes, as indices, so that each follows its ``needed`` nodes; raises ``InputError`` for a cycle."""
     if all(predecessor < place for place, predecessors in enumerate(needed) for predecessor in predecessors):
-        return list(range(len(raw)))
+        return list(range(len(protos)))
     remaining = [set(predecessors) for predecessors in needed]
     users: dict[int, list[int]] = {}
     for place, predecessors in enumerate(needed):
         for predecessor in predecessors:
             users.setdefault(predecessor, []).append(place)
-    ready = [place for place in reversed(range(len(raw))) if not remaining[place]]
+    ready = [place for place in reversed(range(len(protos))) if not remaining[place]]
     order: list[int] = []
     while ready:
         place = ready.pop()
@@ -338,10 +342,10 @@ def _topological_order(raw: Sequence[Any], needed: Sequence[set[int]]) -> list[i
             remaining[user].discard(place)
             if not remaining[user]:
                 ready.append(user)
-    if len(order) < len(raw):
-        place = min(set(range(len(raw))) - set(order))
+    if len(order) < len(protos):
+        place = min(set(range(len(protos))) - set(order))
         raise InputError(
-            f"the graph has a cycle, among others through {_describe_node(raw[place])}, so it cannot be run; "
+            f"the graph has a cycle, among others through {_describe_node(protos[place])}, so it cannot be run; "
             "export the model again"
         )
     return order
@@ -352,20 +356,20 @@ def _describe_node(proto: Any) -> str:
     return f"node {name!r} ({proto.domain or 'ai.onnx'}::{proto.op_type})"
 
 
-def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> Node:
-    """Read a node; a function that it calls, or ONNX's function for an unsupported operator, becomes its ``body``."""
-    reading.node_count[0] += 1
-    if reading.node_count[0] > _MAX_NODES:
+def _read_node(reader: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> Node:
+    """Read a node; if the node stands for a function, the function's graph becomes its ``body``."""
+    reader.node_count[0] += 1
+    if reader.node_count[0] > _MAX_NODES:
         raise InputError(f"the model has more than {_MAX_NODES:,} nodes with its functions inlined; simplify it")
     domain = _normalize_domain(proto.domain)
-    attributes = _read_attributes(reading, proto, visible, depth)
+    attributes = _read_attributes(reader, proto, outer_values, depth)
     key = (domain, proto.op_type, proto.overload)
-    if key in reading.functions:
-        body = _inline_function(reading, proto, reading.functions[key], attributes, depth)
-        version = reading.opsets.get(domain, 1)
+    if key in reader.functions:
+        body = _inline_function(reader, proto, reader.functions[key], attributes, depth)
+        version = reader.opsets.get(domain, 1)
         name = proto.name or next(iter(proto.output), proto.op_type)
         return Node(name, proto.op_type, domain, version, tuple(proto.input), tuple(proto.output), {}, body)
-    if domain not in reading.opsets:
+    if domain not in reader.opsets:
         raise InputError(
             f"{_describe_node(proto)} is of the domain {domain or 'ai.onnx'!r}, which has no opset in the model; "
             "export the model again"
@@ -375,38 +379,38 @@ def _read_node(reading: _Reader, proto: Any, visible: frozenset[str], depth: int
         name,
         proto.op_type,
         domain,
-        reading.opsets[domain],
+        reader.opsets[domain],
         tuple(proto.input),
         tuple(proto.output),
         attributes,
     )
-    schema = _find_schema(reading.onnx, domain, proto.op_type, node.version)
-    if reading.is_supported(domain, proto.op_type, node.version):
+    schema = _find_schema(reader.onnx, domain, proto.op_type, node.version)
+    if reader.is_supported(domain, proto.op_type, node.version):
         if schema is not None:
-            _check_schema(reading, node, schema)
+            _check_schema(reader, node, schema)
         return node
     if schema is None or not schema.has_function:
         raise InputError(
             f"{node} is not supported; write it with other operators before the export, or run this part of the model "
             "elsewhere"
         )
-    _check_schema(reading, node, schema)
+    _check_schema(reader, node, schema)
     defaults = {name: item.default_value for name, item in schema.attributes.items()}
     inner = {
-        name: _read_attribute(reading, node.name, item, visible, depth)
+        name: _read_attribute(reader, node.name, item, outer_values, depth)
         for name, item in defaults.items()
         if item.type and name not in attributes
     }
     return replace(
-        node, attributes={}, body=_inline_function(reading, proto, schema.function_body, {**inner, **attributes}, depth)
+        node, attributes={}, body=_inline_function(reader, proto, schema.function_body, {**inner, **attributes}, depth)
     )
 
 
-def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
-    """Read a function as a graph for one call, with that call's attributes; raises ``InputError`` on recursion."""
+def _inline_function(reader: _Reader, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
+    """Read a called function as a graph with the call's attributes; raises ``InputError`` on recursion."""
     title = f"{function.domain}::{function.name}"
     key = (function.domain, function.name, function.overload)
-    if key in reading.calls:
+    if key in reader.calls:
         raise InputError(f"the function {title} calls itself, so it cannot be run; write it without recursion")
     if depth > MAX_DEPTH:
         raise InputError(f"functions call each other more than {MAX_DEPTH} deep; simplify the model")
@@ -416,12 +420,12 @@ def _inline_function(reading: _Reader, proto: Any, function: Any, attributes: Ma
         )
     opsets: dict[str, int] = {_normalize_domain(item.domain): item.version for item in function.opset_import}
     defaults = {
-        item.name: _read_attribute(reading, title, item, frozenset(), depth) for item in function.attribute_proto
+        item.name: _read_attribute(reader, title, item, frozenset(), depth) for item in function.attribute_proto
     }
     inner = replace(
-        reading,
-        opsets=_check_opsets({**reading.opsets, **opsets}),
-        calls=(*reading.calls, key),
+        reader,
+        opsets=_check_opsets({**reader.opsets, **opsets}),
+        calls=(*reader.calls, key),
         attributes={**defaults, **attributes},
     )
     names = list(function.input)
@@ -475,27 +479,27 @@ _VALUE_FIELDS = {
 _VALUE_FIELDS[11] = "sparse_tensor"
 
 
-def _read_attributes(reading: _Reader, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
-    """Return a node's attributes by name; resolve references to attributes of the enclosing function's call."""
+def _read_attributes(reader: _Reader, proto: Any, outer_values: frozenset[str], depth: int) -> dict[str, Any]:
+    """Return a node's attributes by name; inside a function, resolve references to the call's attributes."""
     attributes: dict[str, Any] = {}
     for item in proto.attribute:
         _check_text(item.name, item.ref_attr_name)
         if item.name in attributes:
             raise InputError(f"{_describe_node(proto)} has the attribute {item.name!r} twice; export the model again")
         if item.ref_attr_name:
-            if reading.attributes is None:
+            if reader.attributes is None:
                 raise InputError(
                     f"{_describe_node(proto)} refers to the function attribute {item.name!r} outside of a function; "
                     "export the model again"
                 )
-            if item.ref_attr_name in reading.attributes:
-                attributes[item.name] = reading.attributes[item.ref_attr_name]
+            if item.ref_attr_name in reader.attributes:
+                attributes[item.name] = reader.attributes[item.ref_attr_name]
             continue
-        attributes[item.name] = _read_attribute(reading, _describe_node(proto), item, visible, depth)
+        attributes[item.name] = _read_attribute(reader, _describe_node(proto), item, outer_values, depth)
     return attributes
 
 
-def _read_attribute(reading: _Reader, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
+def _read_attribute(reader: _Reader, title: str, item: Any, outer_values: frozenset[str], depth: int) -> Any:
     """Return the value of an attribute: a number, text, ``StoredTensor`` or ``Graph``, or a tuple of such values."""
     if item.type not in _VALUE_FIELDS:
         raise InputError(
@@ -506,17 +510,17 @@ def _read_attribute(reading: _Reader, title: str, item: Any, visible: frozenset[
     if name == "s":
         return _decode_text(value)
     if name == "t":
-        return _read_tensor(reading, value)
+        return _read_tensor(reader, value)
     if name == "sparse_tensor":
-        return _read_sparse(reading, value)
+        return _read_sparse(reader, value)
     if name == "g":
-        return _read_graph(reading, value, visible, depth + 1)
+        return _read_graph(reader, value, outer_values, depth + 1)
     if name == "strings":
         return tuple(_decode_text(element) for element in value)
     if name == "tensors":
-        return tuple(_read_tensor(reading, element) for element in value)
+        return tuple(_read_tensor(reader, element) for element in value)
     if name == "graphs":
-        return tuple(_read_graph(reading, element, visible, depth + 1) for element in value)
+        return tuple(_read_graph(reader, element, outer_values, depth + 1) for element in value)
     return tuple(value) if name in ("floats", "ints") else value
 
 
@@ -531,7 +535,7 @@ def _find_schema(package: Any, domain: str, name: str, version: int) -> Any:
         return None
 
 
-def _check_schema(reading: _Reader, node: Node, schema: Any) -> None:
+def _check_schema(reader: _Reader, node: Node, schema: Any) -> None:
     """Raise ``InputError`` if a node breaks its operator's schema, or if the operator is deprecated."""
     if schema.deprecated:
         raise InputError(
@@ -583,8 +587,8 @@ def _has_type(type_name: str, value: Any) -> bool:
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
-    """Read a tensor's name, type, shape and bytes; if large or external, only the position of its bytes."""
+def _read_tensor(reader: _Reader, proto: Any) -> StoredTensor:
+    """Read a tensor's name, type, shape and bytes; for a large or external tensor, only where the bytes are."""
     _check_text(proto.name)
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
@@ -596,22 +600,22 @@ def _read_tensor(reading: _Reader, proto: Any) -> StoredTensor:
         strings = np.array([_decode_text(string) for string in proto.string_data], dtype=object)
         return StoredTensor(proto.name, code, shape, _check_shape(title, strings, shape))
     if code not in BITS:
-        names = reading.onnx.TensorProto.DataType
+        names = reader.onnx.TensorProto.DataType
         name = names.Name(code) if code in names.values() else str(code)
         raise InputError(f"{title} is of the data type {name}, which is not supported; convert it to another type")
     count = math.prod(shape)
     byte_count = (count * BITS[code] + 7) // 8
     entries = {entry.key: entry.value for entry in proto.external_data}
-    if reading.slim.key in entries:
-        offset, length = reading.slim.ranges[int(entries[reading.slim.key])]
-        place = FileRange(reading.path, offset, length)
+    if reader.slim.key in entries:
+        offset, length = reader.slim.ranges[int(entries[reader.slim.key])]
+        place = FileRange(reader.path, offset, length)
     elif proto.data_location == proto.EXTERNAL:
-        place = _find_external(reading.path, title, entries, byte_count)
+        place = _find_external(reader.path, title, entries, byte_count)
     elif proto.HasField("raw_data"):
         _check_length(title, shape, code, len(proto.raw_data), byte_count)
         return StoredTensor(proto.name, code, shape, np.frombuffer(proto.raw_data, dtype=np.uint8))
     else:
-        return StoredTensor(proto.name, code, shape, _read_typed_field(reading, title, proto, shape))
+        return StoredTensor(proto.name, code, shape, _read_typed_field(reader, title, proto, shape))
     _check_length(title, shape, code, place.length, byte_count)
     return StoredTensor(proto.name, code, shape, place)
 
@@ -632,8 +636,8 @@ def _check_shape(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]
     return array.reshape(shape)
 
 
-def _read_typed_field(reading: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor with numbers in a typed field, such as ``float_data``, instead of ``raw_data``."""
+def _read_typed_field(reader: _Reader, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return the bytes of a tensor that is stored as numbers in a typed field, such as ``float_data``."""
     code = proto.data_type
     name, kind = _TYPED_FIELDS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)
@@ -662,7 +666,7 @@ _TYPED_FIELDS: dict[int, tuple[str, Any]] = {
 
 
 def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
-    """Return where an external tensor's bytes are; raises ``InputError`` if not in a file inside the model's folder."""
+    """Find the bytes of an external tensor; raises ``InputError`` for files outside of the model's folder."""
     # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
     folder = model.resolve().parent
@@ -699,14 +703,17 @@ def _find_external(model: Path, title: str, entries: Mapping[str, str], byte_cou
     return FileRange(real, offset, length)
 
 
-def _read_sparse(reading: _Reader, proto: Any) -> StoredTensor:
+def _read_sparse(reader: _Reader, proto: Any) -> StoredTensor:
     """Read a sparse tensor, and return it as a dense one."""
-    values, places = _read_tensor(reading, proto.values), _read_tensor(reading, proto.indices)
+    values, places = _read_tensor(reader, proto.values), _read_tensor(reader, proto.indices)
     shape = tuple(proto.dims)
     title = f"the sparse tensor {values.name!r}"
     count = math.prod(shape)
     if any(size < 0 for size in shape) or count * BITS[values.code] > 8 << 30 or BITS[values.code] < 8:
-        raise InputError(f"{title} has the shape {shape}, which is too large to make dense; store it as a dense tensor")
+        raise InputError(
+            f"{title} of shape {shape} is too large to make dense, or has elements below eight bits; store it as a "
+            "dense tensor"
+        )
     if places.code != 7 or len(values.shape) != 1 or places.shape[:1] != values.shape or len(places.shape) > 2:
         raise InputError(f"{title} has values and indices that do not match; export the model again")
     positions = _bytes_of(places).view(np.int64).reshape(places.shape)

@@ -71,7 +71,7 @@ class Files:
         return _view_bytes(array, dtype).reshape(stored.shape)
 
     def mapping(self, place: FileRange) -> mmap.mmap:
-        """Map the file of ``place`` into memory once; raises ``InputError`` if it is unreadable or too short."""
+        """Return the memory map of a file, made on first use; raises ``InputError`` if unreadable or too short."""
         if place.path not in self._open:
             try:
                 with place.path.open("rb") as file:

@@ -70,7 +70,7 @@ def remove_large_tensors(source: memoryview) -> SlimModel:
 
 
 def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int) -> bytes:
-    """Copy a message of type ``kind`` without the bytes of large tensors; add their ranges to ``state.ranges``."""
+    """Copy a protobuf message without the bytes of large tensors; add their positions to ``state.ranges``."""
     source, inner = state.source, _TENSOR_PATHS[kind]
     parts: list[bytes | memoryview] = []
     copied = at = begin  # bytes before `copied` are in `parts`
@@ -111,7 +111,7 @@ def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int
 
 
 def _read_varint(source: memoryview, at: int, end: int) -> tuple[int, int]:
-    """Return a varint and the position after it; raises ``InputError`` if it is cut off."""
+    """Return a protobuf integer and the position after it; raises ``InputError`` if it is cut off."""
     value = shift = 0
     while at < end and shift < 70:
         byte = source[at]

@@ -48,7 +48,7 @@ def library_text(limit: int = 8 * MIB) -> Tensor:
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Yield pairs of random passages of `library_text`, the second a byte later: each (batch, context) int64."""
+    """Yield random passages of `library_text` and the same passages a byte later: each (batch, context) int64."""
     text = library_text()
     starts = len(text) - context
     if starts < 1:
@@ -64,7 +64,7 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
 
 
 def image_source(size: int, requested: ImageSource | None = None) -> ImageSource:
-    """Return ``requested``, or the best installed source for ``size`` pixels; raises ``InputError`` if missing."""
+    """Return ``requested``, or the best usable image source; raises ``InputError`` if a package is missing."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
     if requested is not None:
         missing = [package for package in needs[requested] if find_spec(package) is None]
@@ -82,7 +82,7 @@ def image_source(size: int, requested: ImageSource | None = None) -> ImageSource
 def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageSource) -> Batches:
     """Yield images (batch, 3, size, size) float32 of about zero mean, with labels (batch,) int64 below ``classes``.
 
-    Labels, modulo ``classes``, are the quarter of a photograph, a digit, or the direction and colour of a grating.
+    A label, modulo ``classes``, is the quarter of a photograph, the digit, or the direction and colour of stripes.
     """
     draw = _image_sampler(source, batch, size, torch.Generator().manual_seed(seed))
     while True:
@@ -93,7 +93,7 @@ def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageS
 def _image_sampler(
     source: ImageSource, batch: int, size: int, generator: torch.Generator
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a function that draws a random batch from a source: images (batch, 3, size, size) in 0..1, and labels."""
+    """Return a function that draws a random batch: images (batch, 3, size, size) in 0..1, and labels."""
     match source:
         case ImageSource.PHOTOS:
             photographs = _photographs()

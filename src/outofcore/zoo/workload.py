@@ -228,7 +228,7 @@ class Workload:
         return train_step
 
     def make_turn(self, model: nn.Module) -> TrainStep:
-        """Make a function that runs forward and backward pass and returns the loss, for ``outofcore.elastic``."""
+        """Make a function that runs the forward and backward pass and returns the loss, for ``outofcore.elastic``."""
         loss_of, amp = self.loss, self.options.amp
 
         def precision(device: torch.device) -> AbstractContextManager[object]:
@@ -383,7 +383,7 @@ def _gpt(options: ZooOptions) -> Workload:
 
 
 def _gpt_shape(options: ZooOptions) -> GPTShape:
-    """Return the shape from ``params``, or from layers, width and heads; raises ``InputError`` for invalid options."""
+    """Return the model's layers, width and heads, chosen for ``params`` if given; may raise ``InputError``."""
     context, vocab = options.context or 1024, options.vocab or _MIN_VOCAB
     dropout = 0.1 if options.dropout is None else options.dropout
     if vocab < _MIN_VOCAB:

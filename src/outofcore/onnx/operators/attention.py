@@ -45,7 +45,7 @@ def attention(
     *,
     asked: AttentionAttributes,
 ) -> Any:
-    """Compute attention in the standard's order of steps; return the result, keys, values and requested scores."""
+    """Compute attention as ONNX defines it; return the result, all keys and values, and scores if requested."""
     flat = q.dim() == 3
     if flat:
         if not asked.q_num_heads or not asked.kv_num_heads:
@@ -92,7 +92,7 @@ def _mask_bias(mask: Tensor, scores: Tensor) -> Tensor:
 
 
 def _visible_keys(scores: Tensor, first_query: Any, before: int, after: int) -> Tensor | None:
-    """Return a mask of the keys ``before`` to ``after`` positions around each query (negative: no limit), or None."""
+    """Mask keys within ``before`` and ``after`` positions of each query; None if both are negative (no limit)."""
     if before < 0 and after < 0:
         return None
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]

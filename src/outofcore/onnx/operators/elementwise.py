@@ -199,7 +199,7 @@ def is_infinite(x: Tensor, *, detect_positive: int = 1, detect_negative: int = 1
 
 @operator("Cast")
 def cast(x: Tensor, *, to: torch.dtype, saturate: int = 1) -> Tensor:
-    """Convert to a dtype; float8 results saturate unless ``saturate`` is 0."""
+    """Convert to a dtype; values beyond the range of float8 are clamped unless ``saturate`` is 0."""
     if to.itemsize == 1 and to.is_floating_point and x.is_floating_point():
         wide = x.to(torch.float32)
         limit = torch.finfo(to).max

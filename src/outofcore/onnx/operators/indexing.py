@@ -15,7 +15,7 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _from_front(index: Tensor, length: int) -> Tensor:
-    """Return int64 indices counted from the front."""
+    """Return indices as int64, with negative indices counted from the front."""
     index = index.to(torch.int64)
     return torch.where(index < 0, index + length, index)
 
@@ -53,14 +53,14 @@ def _flat_index(index: Tensor, shape: torch.Size) -> Tensor:
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-def _scatter(x: Tensor, axis: int, at: Tensor, updates: Tensor, reduction: str) -> Tensor:
+def _scatter(x: Tensor, axis: int, indices: Tensor, updates: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
-        return x.scatter(axis, at, updates)
+        return x.scatter(axis, indices, updates)
     if reduction == "add":
-        return x.scatter_add(axis, at, updates)
+        return x.scatter_add(axis, indices, updates)
     if reduction not in _REDUCTIONS:
         raise Unsupported(f"the reduction {reduction!r} is unknown")
-    return x.scatter_reduce(axis, at, updates, _REDUCTIONS[reduction], include_self=True)
+    return x.scatter_reduce(axis, indices, updates, _REDUCTIONS[reduction], include_self=True)
 
 
 @operator("ScatterElements", "Scatter")

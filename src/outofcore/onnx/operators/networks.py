@@ -124,7 +124,7 @@ class _SlidingWindow:
         )
 
     def ceil_pads(self) -> list[tuple[int, int]]:
-        """Return the additional pads that round the number of windows up (``ceil_mode``)."""
+        """Return the additional padding of each dimension that rounds the number of windows up (``ceil_mode``)."""
         missing_pads: list[tuple[int, int]] = []
         for i, (before, after) in enumerate(self.pads):
             free = self.sizes[i] + before + after - (self.dilations[i] * (self.kernel[i] - 1) + 1)
@@ -215,14 +215,14 @@ def max_pool(
     return pooled[0].to(x.dtype), places
 
 
-def _flat_places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
-    """Convert PyTorch's indices within a channel of ``padded`` sizes to ONNX's indices into the whole tensor."""
+def _flat_places(indices: Tensor, x: Tensor, padded_sizes: list[int], offset: list[int], *, by_column: bool) -> Tensor:
+    """Convert PyTorch's pooling indices, within a padded channel, to ONNX's indices into the whole tensor."""
     sizes = list(x.shape[2:])
     parts: list[Tensor] = []
-    for size, before in zip(reversed(padded), reversed(offset), strict=True):
-        parts.insert(0, places.remainder(size) - before)
-        places = places.div(size, rounding_mode="floor")
-    at = torch.zeros_like(places)
+    for size, before in zip(reversed(padded_sizes), reversed(offset), strict=True):
+        parts.insert(0, indices.remainder(size) - before)
+        indices = indices.div(size, rounding_mode="floor")
+    at = torch.zeros_like(indices)
     for i in reversed(range(len(sizes))) if by_column else range(len(sizes)):
         at = at * sizes[i] + parts[i]
     channels = torch.arange(x.shape[0] * x.shape[1], device=x.device)

@@ -16,7 +16,7 @@ _RANGES = {21: (0, 15), 22: (-8, 7)}
 
 
 def _broadcast_parameter(parameter: Tensor, x: Tensor, axis: int, block: int) -> Tensor:
-    """Reshape scales or zero points so that they broadcast to ``x``; repeat them for each ``block`` of an axis."""
+    """Reshape scales or zero points so that they broadcast to ``x``; repeat each ``block`` times along the axis."""
     if parameter.dim() == 0 or (parameter.dim() == 1 and parameter.numel() == 1 and x.dim() != 1):
         return parameter.reshape(())
     axis = axis_of(axis, x.dim())
@@ -83,12 +83,12 @@ def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: T
 def _convolve_in_float64(
     x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any
 ) -> Tensor:
-    """Convolve integers minus their zero points, in float64, which is exact for products of bytes."""
+    """Subtract the zero points of quantized integers, and convolve the differences exactly (in float64)."""
     # Double precision is exact for sums of products of bytes.
-    wide = torch.float64
+    dtype = torch.float64
     shape = [-1, *([1] * (w.dim() - 1))]
-    bias = None if b is None else b.to(wide)
-    return conv(_subtract_zero(x, x_zero, dtype=wide), _subtract_zero(w, w_zero, shape, wide), bias, **window)
+    bias = None if b is None else b.to(dtype)
+    return conv(_subtract_zero(x, x_zero, dtype=dtype), _subtract_zero(w, w_zero, shape, dtype), bias, **window)
 
 
 @operator("ConvInteger", also=("group", *WINDOW_ATTRIBUTES))

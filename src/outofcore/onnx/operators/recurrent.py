@@ -41,29 +41,29 @@ class _Direction:
         return self.activations[place](x if self.clip is None else torch.clamp(x, -self.clip, self.clip))
 
     def run(
-        self, cell: _LayerType, x: Tensor, now: _States, lengths: Tensor | None, *, backwards: bool
+        self, cell: _LayerType, x: Tensor, states: _States, lengths: Tensor | None, *, backwards: bool
     ) -> tuple[Tensor, _States]:
-        """Return the output of each time step (0 after ``lengths``), and the final states."""
+        """Run a layer in one direction; return the outputs by time step (0 after ``lengths``) and the last states."""
         outputs: dict[int, Tensor] = {}
         times = range(x.shape[0])
         for time in reversed(times) if backwards else times:
-            new = cell.step(self, x[time], now)
+            new = cell.step(self, x[time], states)
             outputs[time] = new[0]
             if lengths is not None:
                 lasts = (time < lengths).reshape(-1, 1)
                 outputs[time] = torch.where(lasts, new[0], torch.zeros_like(new[0]))
-                new = tuple(torch.where(lasts, after, before) for after, before in zip(new, now, strict=True))
-            now = new
-        return torch.stack([outputs[time] for time in times]), now
+                new = tuple(torch.where(lasts, after, before) for after, before in zip(new, states, strict=True))
+            states = new
+        return torch.stack([outputs[time] for time in times]), states
 
 
-def _rnn(direction: _Direction, x: Tensor, now: _States) -> _States:
-    return (direction.activate(0, x + F.linear(now[0], direction.r, direction.bias)),)
+def _rnn(direction: _Direction, x: Tensor, states: _States) -> _States:
+    return (direction.activate(0, x + F.linear(states[0], direction.r, direction.bias)),)
 
 
-def _gru(direction: _Direction, x: Tensor, now: _States) -> _States:
-    """Return the states after one time step; ``x`` is the input times its weights."""
-    (h,) = now
+def _gru(direction: _Direction, x: Tensor, states: _States) -> _States:
+    """Return a GRU's states after one time step; ``x`` is the input, already multiplied by its weights."""
+    (h,) = states
     size = h.shape[-1]
     lead, inner = (None, None) if direction.bias is None else (direction.bias[: 2 * size], direction.bias[2 * size :])
     gates = F.linear(h, direction.r[: 2 * size], lead) + x[:, : 2 * size]
@@ -73,9 +73,9 @@ def _gru(direction: _Direction, x: Tensor, now: _States) -> _States:
     return ((1 - z) * direction.activate(1, x[:, 2 * size :] + past) + z * h,)
 
 
-def _lstm(direction: _Direction, x: Tensor, now: _States) -> _States:
-    """Return the states after one time step; ``x`` is the input times its weights."""
-    h, c = now
+def _lstm(direction: _Direction, x: Tensor, states: _States) -> _States:
+    """Return an LSTM's states after one time step; ``x`` is the input, already multiplied by its weights."""
+    h, c = states
     inner, outer, forget, new = (x + F.linear(h, direction.r, direction.bias)).chunk(4, -1)
     peeps = None if direction.peepholes is None else direction.peepholes.chunk(3)
     if peeps is not None:
@@ -142,7 +142,7 @@ def recurrent(
     *states: Tensor | None,
     asked: RecurrentAttributes,
 ) -> tuple[Tensor, ...]:
-    """Return a layer's outputs and final states; ``states`` are the initial hidden and cell state, and peepholes."""
+    """Return a layer's outputs and final states; ``states`` are initial hidden state, cell state and peepholes."""
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
         raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")

@@ -29,7 +29,7 @@ def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return torch.div(_sum(x, axes, keep), math.prod(x.shape[axis] for axis in axes), rounding_mode="trunc")
 
 
-def _extreme(x: Tensor, axes: list[int], keep: bool, *, largest: bool) -> Tensor:
+def _extreme(x: Tensor, axes: list[int], keepdim: bool, *, largest: bool) -> Tensor:
     if any(x.shape[axis] == 0 for axis in axes):  # the result is the dtype's smallest or largest number
         if x.dtype is torch.bool:
             value: Any = not largest
@@ -37,8 +37,8 @@ def _extreme(x: Tensor, axes: list[int], keep: bool, *, largest: bool) -> Tensor
             value = -math.inf if largest else math.inf
         else:
             value = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
-        return x.new_full([1 if i in axes else n for i, n in enumerate(x.shape) if keep or i not in axes], value)
-    return (torch.amax if largest else torch.amin)(x, axes, keepdim=keep)
+        return x.new_full([1 if i in axes else n for i, n in enumerate(x.shape) if keepdim or i not in axes], value)
+    return (torch.amax if largest else torch.amin)(x, axes, keepdim=keepdim)
 
 
 _REDUCE: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
@@ -69,7 +69,7 @@ def reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Tensor:
-    """Reduce over ``given_axes`` or ``axes``; by default all axes, or no axis if ``noop_with_empty_axes``."""
+    """Reduce a tensor over axes; without axes, over all, or over none if ``noop_with_empty_axes``."""
     places = given_axes if given_axes is not None else axes
     if not places and noop_with_empty_axes:
         # No axis is reduced, and the elementwise part of the operator still runs.

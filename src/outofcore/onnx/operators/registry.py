@@ -50,10 +50,10 @@ def operator(
     attributes: type[Any] | None = None,
     **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as the operators ``names`` from opset ``since`` on, with its keywords as attributes.
+    """Register a function for the ONNX operators ``names`` from opset ``since`` on; its keywords are attributes.
 
-    A dataclass ``attributes`` replaces the keywords by ``asked``; ``also`` are further attributes. See also
-    ``Operator``.
+    With a dataclass ``attributes``, the function takes an instance as ``asked`` instead of keywords. ``also`` names the
+    attributes in its ``**kwargs``. ``Operator`` explains the other arguments.
     """
 
     def register(function: Function) -> Function:

@@ -112,10 +112,10 @@ def _coordinates(
     length: int,
     size: int,
     scale: float,
-    window: tuple[float, float],
+    crop: tuple[float, float],
     device: torch.device,
 ) -> Tensor:
-    """Return the coordinate in the input, of ``length`` elements, for each of ``size`` output elements."""
+    """Return the position along an input axis of ``length`` elements for each of ``size`` output elements."""
     # A rounding error in a coordinate could change the nearest neighbour.
     at = torch.arange(size, dtype=torch.float64, device=device)
     named, exact = attributes.coordinate_transformation_mode, scale * length  # the length before it is rounded
@@ -130,7 +130,7 @@ def _coordinates(
     if named in ("pytorch_half_pixel", "align_corners"):
         return torch.zeros_like(at)
     if named == "tf_crop_and_resize":
-        begin, end = window
+        begin, end = crop
         if size > 1:
             return begin * (length - 1) + at * ((end - begin) * (length - 1) / (size - 1))
         return torch.full_like(at, 0.5 * (begin + end) * (length - 1))
@@ -148,11 +148,11 @@ _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _resize_axis(
-    attributes: ResizeAttributes, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]
+    attributes: ResizeAttributes, x: Tensor, axis: int, size: int, scale: float, crop: tuple[float, float]
 ) -> Tensor:
-    """Resize one axis from neighbouring elements; ``window`` is begin and end of the crop, as shares of the axis."""
+    """Resize one axis by interpolation; ``crop`` is the begin and end of the crop, as fractions of the axis."""
     length = x.shape[axis]
-    at = _coordinates(attributes, length, size, scale, window, x.device)
+    at = _coordinates(attributes, length, size, scale, crop, x.device)
     if attributes.mode == "nearest":
         return x.index_select(axis, _NEAREST[attributes.nearest_mode](at).clamp(0, length - 1).to(torch.int64))
     y = x if x.is_floating_point() else x.to(torch.float32)
@@ -177,7 +177,7 @@ def _resize_axis(
 
 
 def _sample_weight(mode: str, distance: Tensor, a: float) -> Tensor:
-    """Return the weight of a neighbour at a distance, linear or cubic with the coefficient ``a``."""
+    """Return a neighbour's weight by its distance, linear or cubic; ``a`` is the coefficient of the cubic."""
     d = distance.abs()
     if mode == "linear":
         return (1 - d).clamp(min=0)
@@ -216,11 +216,11 @@ def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RoiAlignAttribu
     if halves != "half_pixel":
         extent = extent.clamp(min=1.0)
 
-    def neighbours(place: int, cells: int) -> tuple[Tensor, ...]:
-        """Return the two nearest indices of each sample, the weight of the second, and whether it is inside."""
-        count, size = cells * ratio, x.shape[3 - place]
+    def neighbours(column: int, bin_count: int) -> tuple[Tensor, ...]:
+        """Return each sample's two nearest indices, the weight of the second, and whether the sample is inside."""
+        count, size = bin_count * ratio, x.shape[3 - column]
         steps = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count
-        at = corners[:, place, None] + steps[None, :] * extent[:, place, None]
+        at = corners[:, column, None] + steps[None, :] * extent[:, column, None]
         inside = (at >= -1) & (at <= size)
         at = at.clamp(0, size - 1)
         low = at.floor().to(torch.int64)
