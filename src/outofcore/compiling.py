@@ -43,7 +43,7 @@ def user_cache_folder() -> Path:
 
 
 def ensure_private_folder(path: Path) -> Path:
-    """Create a folder if needed and return it; ``OSError`` unless this user owns it and alone can write to it."""
+    """Return a folder, created if needed; raise ``OSError`` unless only this user can write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -58,8 +58,8 @@ def load_or_build(
 ) -> _Library:
     """Load a library from the wheel or the cache, or build it.
 
-    The name of ``wheel_path`` must cover all inputs of the build. ``build`` writes a file and may raise ``BuildError``
-    or ``OSError``; ``load`` may raise ``OSError``. Raises ``StateError`` if the library cannot be built.
+    The file name of ``wheel_path`` must change with each input of the build. ``build`` writes a file and may raise
+    ``BuildError`` or ``OSError``; ``load`` may raise ``OSError``. Raises ``StateError`` if the library cannot be built.
     """
     with contextlib.suppress(OSError):  # no wheel, or one for an older system or another PyTorch
         return load(wheel_path)
@@ -109,7 +109,7 @@ def load_functions(
 ) -> _Library:
     """Load the functions of a C++ file without dependencies; raise ``StateError`` if it cannot be built.
 
-    ``functions`` maps names without ``outofcore_`` to argument and result types; ``ctypes.PyDLL`` keeps the GIL.
+    ``functions`` maps names without ``outofcore_`` to argument and result types. Calls to a ``PyDLL`` keep the GIL.
     """
 
     def load(path: Path) -> _Library:
@@ -127,8 +127,8 @@ def load_functions(
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
     """Wrap a Python function as a native callback ``void (arguments..., int64_t* answer)``.
 
-    After Ctrl-C ``answer`` is unchanged; the native caller must check it. After other exceptions, which ctypes prints,
-    it is ``failed``.
+    The callback stores the result in ``answer``, or ``failed`` after an exception, which ctypes prints. After Ctrl-C,
+    ``answer`` is unchanged; the native caller must check for this.
     """
 
     # The return value of a ctypes callback that raises is undefined, so it returns nothing.
@@ -199,7 +199,7 @@ def compile_library(
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Run a compiler; return None, or the error lines of its output if it failed."""
+    """Run a compiler; return its error lines if it failed, None if it succeeded."""
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False

@@ -98,7 +98,7 @@ class Op:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One training step.
+    """One training step: its ops in order, and their storages.
 
     Attributes:
         storages: each at the index that is its id.
@@ -179,7 +179,7 @@ class StepGraph:
         return replace(self, storages=tuple(replace(storage, watched=False) for storage in self.storages))
 
     def check(self) -> None:
-        """Raise ``GraphError`` if the graph contradicts itself, as when an op uses a storage before it is created."""
+        """Raise ``GraphError`` if the graph is inconsistent, for example if an op reads a missing storage."""
         for index, storage in enumerate(self.storages):
             if storage.id != index:
                 raise GraphError(f"storage at index {index} has id {storage.id}; ids must be the indices")
