@@ -112,7 +112,7 @@ def load_functions(
     ``functions`` maps names without ``outofcore_`` to argument and result types. Calls to a ``PyDLL`` keep the GIL.
     """
 
-    def load(path: Path) -> _Library:
+    def load_library(path: Path) -> _Library:
         library = kind(str(path))
         for function, (arguments, result) in functions.items():
             symbol = getattr(library, f"outofcore_{function}", None)
@@ -121,7 +121,9 @@ def load_functions(
             symbol.argtypes, symbol.restype = arguments, result
         return library
 
-    return load_or_build(source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load)
+    return load_or_build(
+        source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load_library
+    )
 
 
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
@@ -132,7 +134,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
     """
 
     # The return value of a ctypes callback that raises is undefined, so it returns nothing.
-    def call(*call_arguments: Any) -> None:
+    def call_and_store_answer(*call_arguments: Any) -> None:
         answer = call_arguments[-1]
         try:
             answer[0] = function(*call_arguments[:-1])
@@ -142,7 +144,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
             answer[0] = failed
             raise
 
-    return ctypes.CFUNCTYPE(None, *arguments, ctypes.POINTER(ctypes.c_int64))(call)
+    return ctypes.CFUNCTYPE(None, *arguments, ctypes.POINTER(ctypes.c_int64))(call_and_store_answer)
 
 
 @contextlib.contextmanager
