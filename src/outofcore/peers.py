@@ -108,7 +108,7 @@ class Peers:
             self._shards.show_gradients()
 
     def gather(self) -> None:
-        """Collect the whole model in each process from its shards. Only warn if a process has failed before."""
+        """Collect the whole model in each process from its shards; only warn if a process has ended."""
         shards = self._shards
         if shards is None or not shards.is_sharded:
             return
@@ -134,7 +134,7 @@ class Peers:
     def plan_together(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
-        """Capture and plan a step, with the other processes if any; return it, and ``facts`` with the captured ones."""
+        """Capture and plan a step, with other processes if there are any; return the step and its completed facts."""
         ranks = self._ranks
         try:
             traced, recapture = self._planner.capture(args, kwargs)
@@ -162,9 +162,9 @@ class Peers:
     def _plan_by_leader(
         self, leader: int, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost], is_alike: bool
     ) -> PlannedStep:
-        """Return the step with the plan of rank ``leader``; if it is not valid here, with a plan of this process.
+        """Return the step with the leader's plan, or with a plan of this process if the leader's is not valid here.
 
-        ``is_alike``: the leader captured the same graph. Raises ``StateError`` instead if all must follow one plan.
+        ``is_alike``: the leader captured the same graph. Raises ``StateError`` if all must share the leader's plan.
         """
         planned_here: list[PlannedStep] = []
 
@@ -194,7 +194,7 @@ class Peers:
         room: int,
         variant: Variant,
     ) -> PlannedStep | None:
-        """Return the step with the plan of another process; None if it is not valid here."""
+        """Return the step with another process's plan; None if that plan is not valid here."""
         planner = self._planner
         if planner.make_room(traced) != room:
             return None
@@ -216,20 +216,20 @@ class Peers:
         self,
         step: PlannedStep,
         measured: Sequence[Timeline],
-        surprises: Mapping[int, Requests],
+        unplanned: Mapping[int, Requests],
         keep: Callable[[PlannedStep, bool], None],
     ) -> PlannedStep | None:
-        """Plan a step again for all processes with the measurements of rank 0, and return it; None if the plan stays.
+        """Plan a step again for all processes with the measurements of rank 0; return None if the old plan stays.
 
-        ``surprises``: unplanned requests by op. Rank 0 calls ``keep`` with the new step and whether times were wrong.
+        ``unplanned``: requests beyond the plan, by op. Rank 0 calls ``keep(new_step, were_times_wrong)`` for a new plan.
         """
         policy, stores = self._planner.policy, self._planner.stores
 
         def decide() -> Any:
-            """Return the costs, plan and profiles of the new step; None if the plan stays."""
+            """Return the costs, plan and profiles of the new step; None if the old plan stays."""
             new_step, are_times_wrong = step, is_prediction_wrong(step, measured)
-            if surprises:
-                new_step = plan_with_requests(new_step, surprises, policy, stores) or new_step
+            if unplanned:
+                new_step = plan_with_requests(new_step, unplanned, policy, stores) or new_step
             if are_times_wrong:
                 new_step = plan_with_times(new_step, measured, policy, stores) or new_step
             if new_step is step:
