@@ -221,7 +221,7 @@ class Peers:
     ) -> PlannedStep | None:
         """Plan a step again for all processes with the measurements of rank 0; return None if the old plan stays.
 
-        ``unplanned``: requests beyond the plan, by op. Rank 0 calls ``keep(new_step, were_times_wrong)`` for a new plan.
+        ``unplanned``: requests beyond the plan, by op. Rank 0 calls ``keep(new_step, times_were_wrong)`` first.
         """
         policy, stores = self._planner.policy, self._planner.stores
 
@@ -261,7 +261,7 @@ def _is_valid_plan(captured: Captured, room: int, costs: Costs, planned: Planned
 
 
 def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
-    """Return the ids of optimizer updates that have shorter shards here than in rank 0, and need less memory."""
+    """Return the ids of optimizer updates with shorter shards in this process than in rank 0."""
     short = (
         {id(shard.parameter) for shard in shards.entries if shard.count < shard.chunks.count(0)} if shards else set()
     )

@@ -63,7 +63,7 @@ class Device:
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
-        """Estimate the seconds of an op by a roofline: its launch, plus the longer of computing and moving bytes."""
+        """Estimate the seconds of an op: its launch, plus the longer of computing and moving bytes."""
         arithmetic = 0.0
         if work in EFFICIENCY:
             plain, tensor = EFFICIENCY[work]
