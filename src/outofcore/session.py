@@ -118,7 +118,7 @@ class Session:
         return len({signature._replace(capture=0) for signature in self.steps.by_signature})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: ProgressCallback | None) -> Any:
-        """Run one call of the step, by a plan or as an eager loop. If it raises, ``outcome`` describes the model."""
+        """Run one call of the step, by a plan or as an eager loop; after an error, ``outcome`` describes the model."""
         self.outcome = CallOutcome.UNCHANGED
         if self._peers is not None:
             self._peers.check()
@@ -178,7 +178,7 @@ class Session:
         on_progress: ProgressCallback | None,
         change: str,
     ) -> KnownStep:
-        """Return the planned step for a call; plan it if this process or another one has no current plan for it.
+        """Return the planned step for a call; plan the step if any process lacks a current plan.
 
         ``change`` names a changed Python value that the step reads; empty: only inputs may have changed.
         """
@@ -212,7 +212,7 @@ class Session:
         return entry
 
     def _record_reads(self, signature: Signature, entry: KnownStep) -> None:
-        """Remember the Python values that a capture has read, to detect changes; forget the oldest captures."""
+        """Remember the Python values that a capture has read, so that later calls detect changes."""
         reads = entry.step.captured.reads
         user = self._user
         roots = [("step", user.function)]
@@ -223,7 +223,7 @@ class Session:
         reads.clear()
 
     def _run_planned(self, entry: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
-        """Run a call by its plan. If an op runs out of memory, undo the call, plan with more for it, and retry."""
+        """Run a call by its plan; if an op needs more memory than planned, plan again and retry."""
         must_grow = entry.has_overflowed
         while True:
             self.updates.plan_for_surges(entry, must_grow=must_grow)
@@ -274,7 +274,7 @@ class Session:
         )
 
     def _should_switch_to_eager(self, signature: Signature, change: str) -> bool:
-        """Return whether an eager loop is allowed and useful: inputs have new sizes, or values change too often."""
+        """Return whether to switch to an eager loop, since input sizes are new or Python values change too often."""
         if not self._may_run_eagerly:
             return False
         return (
@@ -284,7 +284,7 @@ class Session:
         )
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Run this call and all later ones as an eager loop, for ``reason``; ``_NoEagerLoopError`` if impossible."""
+        """Run this call and all later ones as an eager loop; raise ``_NoEagerLoopError`` if that is impossible."""
         self.eager_reason = reason or self.eager_reason
         try:
             eager_calls = self._switch_to_eager()
@@ -300,7 +300,7 @@ class Session:
         return result
 
     def _switch_to_eager(self) -> BudgetedCalls:
-        """Create the eager loop if needed, move the model to it, and forget all plans; return the loop."""
+        """Move the model from the planned steps to an eager loop, and return the loop."""
         if self.eager_calls is None:
             if self._loop is None:
                 raise RuntimeError("a step without an eager loop switched to it; please report it")
