@@ -325,7 +325,7 @@ class Session:
     # Between steps
 
     def _adopt_changes(self, signature: Signature) -> None:
-        """Use the tensors that the user or other steps have assigned since the last call; forget outdated plans."""
+        """Adopt tensors that the user or other steps have replaced since the last call; forget outdated plans."""
         if self.home.occupy(self, self._on_release) and not self.keeper.reclaim():
             self._discard_captures()
         is_other_structure = self._signature is not None and signature.structure != self._signature.structure
@@ -410,9 +410,9 @@ class Session:
         kwargs: dict[str, Any],
         alternatives: Sequence[PlannedStep],
     ) -> KnownStep:
-        """Capture, measure and plan a call, together with the other processes of the step.
+        """Capture, measure and plan a call, together with other processes if there are any.
 
-        ``entry``: a step for which only other processes lack a plan; it is returned. ``alternatives``: similar steps.
+        ``entry``: the step, if only other processes lack its plan; it is returned then. ``alternatives``: similar steps.
         """
         peers = self._peers
         if peers is None:
@@ -424,7 +424,7 @@ class Session:
         return KnownStep(*peers.plan_together(args, kwargs, facts, alternatives))
 
     def _warn_of_many_signatures(self, seconds: float) -> None:
-        """Record the seconds of planning an input signature; at the fourth one, warn about their cost."""
+        """Record the planning time of an input signature; warn when the fourth has been planned."""
         self._planning_seconds.append(seconds)
         if len(self._planning_seconds) == _MANY_SIGNATURES:
             _log.warning(
@@ -436,7 +436,7 @@ class Session:
             )
 
     def _run(self, entry: KnownStep, leaves: Sequence[Any]) -> Any:
-        """Run a planned step. If it raises, undo it, else stop it as PyTorch would, else mark the session torn."""
+        """Run a planned step; if it fails, restore a usable model, or mark the session torn (half changed)."""
         runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")

@@ -79,7 +79,7 @@ class StepPlanner:
         return traced, capture_and_split_sums(capture_and_fuse(capture, kernels), is_on=is_close)
 
     def plan_alone(self, traced: Captured, recapture: Recapture, alternatives: Sequence[PlannedStep]) -> PlannedStep:
-        """Plan a step that this process runs alone; reuse an alternative's plan if only Python numbers differ."""
+        """Plan a step for this process alone; reuse the plan of an alternative if it is valid for the step."""
         for similar in alternatives:
             captured = self.variants_of(traced).find_variant(similar.variant)
             if captured is not None and captured.can_share_plan(similar.captured):
