@@ -133,7 +133,7 @@ def device(name: str) -> Device:
     """Return the preset of a name such as "h100", or a device made from numbers.
 
     A name is a preset's key or its unique prefix. The numbers are usable memory, the dense 16-bit peak (tf32: a half of
-    it, fp32: a quarter), the rate of copies from and to the host, and the memory bandwidth (default: 6 GB/s per TFLOPS).
+    it, fp32: a quarter), the rate of copies from and to the host, and the memory bandwidth (default: 6 GB/s a TFLOPS).
 
     Raises:
         InputError: no preset or several match, or the numbers cannot be parsed.
@@ -192,7 +192,8 @@ def _parse_quantity(device_text: str, part: str, units: dict[str, float], expect
     unit = None if match is None else units.get(match[2].upper())
     if match is None or unit is None or not 0 < float(match[1]) < 1e6:
         raise InputError(
-            f"cannot read {part!r} in the device {device_text!r}: expected {expected}; an example of a device is {_EXAMPLE!r}"
+            f"cannot read {part!r} in the device {device_text!r}: expected {expected}; an example of a device is "
+            f"{_EXAMPLE!r}"
         )
     return float(match[1]) * unit
 
