@@ -47,7 +47,10 @@ def ensure_private_folder(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} belongs to another user, or others can write to it; use a folder of your own")
+        raise PermissionError(
+            f"{path} is unsafe: {'another user owns it' if status.st_uid != os.getuid() else 'others can write to it'}; "
+            "use a folder of your own that only you can write to"
+        )
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(f"{path} cannot be written to; use another folder or change its permissions")
     return path
@@ -186,7 +189,8 @@ def compile_library(
                     ]
                 except RuntimeError as error:
                     raise BuildError(
-                        f"the system gives no thread for the compiler ({error}); end other programs"
+                        f"the system gives no thread for the compiler ({error}); raise the limit on "
+                        "processes (ulimit -u), or end other programs"
                     ) from error
                 failure = next((text for future in compiled if (text := future.result()) is not None), None)
                 output = Path(temporary, target.name)

@@ -204,7 +204,8 @@ class StepGraph:
             for storage in op.creates:
                 if storage in exists or not 0 <= storage < len(self.storages):
                     raise GraphError(
-                        f"op {index} ({op.name}) creates storage {storage}, which exists already or is not listed; "
+                        f"op {index} ({op.name}) creates storage {storage}, which "
+                        f"{'exists already' if storage in exists else 'is not in the list of storages'}; "
                         "list each storage, and create it in one op only"
                     )
                 exists.add(storage)
