@@ -48,7 +48,7 @@ def ensure_private_folder(path: Path) -> Path:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
-            f"{path} is unsafe: {'another user owns it' if status.st_uid != os.getuid() else 'others can write to it'}; "
+            f"{path}: {'another user owns it' if status.st_uid != os.getuid() else 'others can write to it'}; "
             "use a folder of your own that only you can write to"
         )
     if not os.access(path, os.W_OK | os.X_OK):
