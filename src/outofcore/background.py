@@ -188,7 +188,7 @@ def plan_job(job: PlanJob) -> PlanResult:
 
 
 def main() -> None:
-    """Serve planning jobs from the socket that is the standard input of this process."""
+    """Run planning jobs from the socket that is the standard input of this process."""
     with socket.socket(fileno=os.dup(0)) as channel:
         serve(channel, _IDLE_SECONDS)
 

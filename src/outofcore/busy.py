@@ -103,7 +103,7 @@ def is_due(busy: int, age: float) -> bool:
 
 
 def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
-    """Return the median elapsed time of undelayed runs, else the minimum; a run is (elapsed, CPU) seconds."""
+    """Return the median time of undelayed runs, given as (elapsed, CPU) seconds, or else the minimum."""
     quiet = [wall for wall, cpu in runs if wall - cpu <= max(_REPETITION_DELAYED_SHARE * wall, _CLOCKS_SECONDS)]
     return statistics.median(quiet) if quiet else min(wall for wall, _ in runs)
 

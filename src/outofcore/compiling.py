@@ -101,7 +101,7 @@ def is_built(wheel_path: Path) -> bool:
 
 
 def wheel_library(source: Path) -> Path:
-    """Return a library's path in a wheel, with a digest of the file and the headers next to it."""
+    """Return the path of a C++ file's library in a wheel; the name contains a digest of the sources."""
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     digest = hashlib.sha256(b"".join(texts) + "\0".join(_FLAGS).encode()).hexdigest()[:16]
     return source.with_name(f"{source.stem}-{platform.machine()}-{digest}.so")

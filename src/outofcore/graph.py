@@ -122,7 +122,7 @@ class StepGraph:
 
     @cached_property
     def frozen(self) -> frozenset[int]:
-        """Watched persistent storages that no op writes."""
+        """Watched persistent storages (see ``Storage.watched``) that no op writes."""
         written = {storage for op in self.ops for storage in op.mutates}
         return frozenset(s for s in self.persistent if self.storages[s].watched and s not in written)
 
@@ -168,7 +168,7 @@ class StepGraph:
         return frozenset(s for _, s in self.overwrites if self.storages[s].kind is not StorageKind.CONSTANT)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
-        """Return values that identify the graph, except source lines, module classes and, on request, op families."""
+        """Return values that identify the graph; source lines and module classes are left out."""
         left_out = {"source", "module_class"} if families else {"source", "module_class", "family"}
         values_of = attrgetter(*(item.name for item in fields(Op) if item.name not in left_out))
         storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]

@@ -180,7 +180,7 @@ def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) ->
 
 
 def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
-    """Convert the ids of storages in a file to numbers, without duplicates; ``GraphError`` for an unknown id."""
+    """Convert storage ids of a file to numbers, without duplicates; raise ``GraphError`` for an unknown id."""
     for index, key in enumerate(named):
         if key not in keys:
             refuse(path, f"{place}[{index}]", f"is {key!r}, and no storage has that id")

@@ -41,7 +41,7 @@ class KnownStep:
 
     @property
     def arena_bytes(self) -> int:
-        """The arena size for this plan; for a quick plan, large enough for its successor."""
+        """The arena size for this plan; for a quick plan, large enough for the plan that replaces it."""
         return self.step.budget if self.step.is_quick else self.step.planned.program.arena_bytes
 
     def is_current(self) -> bool:

@@ -314,7 +314,7 @@ def _is_in_files(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: 
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialize a module by ``reset_parameters``, or the private method that some constructors of PyTorch call."""
+    """Initialize a module by ``reset_parameters`` or by the private method that its constructor uses."""
     # Of a module without own tensors, the public method would initialize inner modules again.
     method = getattr(module, "reset_parameters", None) if _own_tensors(module) else None
     method = method or getattr(module, "_reset_parameters", None)

@@ -93,7 +93,7 @@ class Peers:
     # The shared model
 
     def spread(self) -> None:
-        """Shard the models over the processes. Models that are sharded already are only checked."""
+        """Shard the models over the processes that share them; only check models that are sharded already."""
         shards = self._shards
         if shards is None:
             return
@@ -121,7 +121,7 @@ class Peers:
     # Plans
 
     def rendezvous(self, facts: StepFacts | None) -> bool:
-        """Wait for the other processes; return whether all have a plan for the call. ``facts``: None without one."""
+        """Wait for the other processes; return whether all processes have a plan for the call."""
         return self._ranks.rendezvous(facts, self._planner.backend.device)
 
     def join_planning(self, step: PlannedStep, facts: StepFacts) -> None:
@@ -154,7 +154,7 @@ class Peers:
     def _exchange_facts(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
-        """Compare facts with all processes; return them by rank, the rank that plans, and costs by group size."""
+        """Compare facts with all processes; return all facts, the rank that plans, and the costs of collectives."""
         everyone = self._ranks.compare_facts(facts)
         groups = self._ranks.costs(collectives_of(captured), self._planner.backend.device)
         return everyone, next(rank for rank, facts_of_rank in enumerate(everyone) if facts_of_rank.is_new), groups
@@ -273,7 +273,7 @@ def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
 
 
 def _with_own_requests(profiles: Sequence[OpProfile], local: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
-    """Return op profiles of another process, with the memory requests in ``local``, by op, in place of its own."""
+    """Return another process's op profiles, with the memory requests in ``local`` in place of its own."""
     return tuple(
         replace(p, requests=local[op].requests, first_requests=local[op].first_requests) if op in local else p
         for op, p in enumerate(profiles)

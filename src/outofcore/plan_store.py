@@ -84,7 +84,7 @@ class PlanStore(Generic[_Document]):
 
 
 def key_of(*content: object) -> str:
-    """Return a key of a plan's inputs, by their ``repr``, and this library version."""
+    """Return a key made from the ``repr`` of values and the version of this library."""
     return hashlib.sha256(repr((library_version(), content)).encode()).hexdigest()[:32]
 
 

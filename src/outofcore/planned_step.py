@@ -207,7 +207,7 @@ def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
 
 
 def select_grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[int, Requests]:
-    """Select, by op, the observed memory requests that need more scratch memory than the step was planned with."""
+    """Return the observed memory requests, by op, that need more scratch memory than planned."""
     ops = step.costs.ops
     return {op: requests for op, requests in observed.items() if requests.workspace_bytes > ops[op].workspace_bytes}
 
@@ -260,7 +260,7 @@ def plan_with_requests(
 
 
 def is_prediction_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:
-    """Return whether measured times differ from the predicted one by over 10 %; False for a plan without evictions."""
+    """Return whether measured times of a plan with evictions differ from its prediction by over 10 %."""
     return step.has_evictions and is_off(step.planned.timeline.step_seconds, measured)
 
 
@@ -279,7 +279,7 @@ def storage_describer(captured: Captured) -> Callable[[int], str]:
 
 
 def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequence[HomeStore]) -> None:
-    """Raise ``SpillError`` if a plan needs more bytes of a home than are available; log the peak use of each home."""
+    """Raise ``SpillError`` if a plan needs more bytes of a home than are available."""
     for home, count in zip(stores, needed_bytes(graph, costs, planned.program), strict=True):
         home.check(max(count, home.bytes))
         _log.info("peak use of home %s: %s", home.name, format_bytes(count))

@@ -187,7 +187,7 @@ def _parse_device(text: str) -> Device:
 
 
 def _parse_quantity(device_text: str, part: str, units: dict[str, float], expected: str) -> float:
-    """Parse a number with a unit, such as "25 GB/s"; an error quotes the whole ``text`` and ``expected``."""
+    """Parse a number with a unit, such as "25 GB/s"; an error quotes ``device_text`` and ``expected``."""
     match = _QUANTITY.fullmatch(part)
     unit = None if match is None else units.get(match[2].upper())
     if match is None or unit is None or not 0 < float(match[1]) < 1e6:

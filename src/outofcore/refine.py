@@ -38,7 +38,7 @@ def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
 
 
 def find_quiet_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return the quiet ones of consecutive measured steps; costs of ops only need correct ratios."""
+    """Return the measured steps that other programs did not slow down, out of consecutive ones."""
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
     return [timeline for timeline, quiet in zip(timelines, mark_quiet_steps(paces), strict=True) if quiet]
 

@@ -132,7 +132,7 @@ class PlanWatch:
         )
 
     def keep_plan(self, predicted: float | None = None) -> PlanWatch:
-        """Record that the plan stays; ``predicted``: its predicted seconds with corrected costs, if they changed."""
+        """Record that the plan stays, with a corrected prediction of the step time if there is one."""
         return replace(
             self, predicted_seconds=self.predicted_seconds if predicted is None else predicted
         )._enter_steady()

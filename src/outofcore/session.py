@@ -166,7 +166,7 @@ class Session:
             self.planner.is_ahead = False
 
     def spread(self) -> None:
-        """Shard the models over the processes that share them. Models that are sharded already are only checked."""
+        """Shard the models over the processes that share them; only check models that are sharded already."""
         if self._peers is not None:
             self._peers.spread()
 
@@ -339,7 +339,7 @@ class Session:
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
-        """Adopt memory that the user gave to tensors, or forget all plans if it does not fit. ``leaving``: keep it."""
+        """Adopt memory that the user has assigned to tensors; forget all plans if its layout does not fit."""
         changed = self.keeper.adopt_replacements(leaving=leaving)
         if changed is None:
             self._discard_captures()
@@ -373,7 +373,7 @@ class Session:
             self.keeper.release_slots()
 
     def close(self, *, whole: bool = True) -> None:
-        """End the step: move its model to ordinary memory or a shared home. ``whole``: also gather a sharded model."""
+        """Move the model to ordinary memory or a shared home; if ``whole``, also gather a sharded model."""
         self._close()
         if whole and self._peers is not None:
             self._peers.gather()
@@ -464,7 +464,7 @@ class Session:
         return entry.runner is None or entry.runner.may_stop(self.engine)
 
     def _recover(self, action: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
-        """Call ``recover`` to restore the model; return whether it did. Add a note to ``error`` if a copy failed."""
+        """Call ``recover`` to restore the model after ``error``; return whether the model was restored."""
         try:
             return recover(self.engine)
         except TransferError as another:

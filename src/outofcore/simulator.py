@@ -163,7 +163,7 @@ def _runnable_order(program: Program) -> list[int]:
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    """Return the instruction indices of each lane. A lane is a queue; each home has its own lanes for copies."""
+    """Return the instruction indices of each lane: a queue, or a queue and a home for copies."""
     lanes: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lanes.setdefault(lane_of(instruction), []).append(index)

@@ -97,9 +97,10 @@ class StepState:
 
     @contextmanager
     def _forget_plans_if_state_is_lost(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state in this context, since they have no room to create it."""
+        """Forget all plans if an optimizer loses its state while the context is active."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield
+        # The plans have no room to create the state again.
         if any(had and not o.state for had, o in zip(had_state, optimizers, strict=True)):
             self._session.forget_plans()

@@ -46,7 +46,7 @@ class Split(Enum):
 
 
 def split_of(name: str) -> Split:
-    """Parse the ``split`` option; ``InputError`` for an unknown value."""
+    """Parse the ``split`` option; raise ``InputError`` for an unknown value."""
     try:
         return Split(name)
     except ValueError:
@@ -103,7 +103,7 @@ class StepVariants:
         return sum(first.graph.storages[storage].bytes for storage in new_storages)
 
     def find_variant(self, variant: Variant) -> Captured | None:
-        """Return the step rewritten as a variant; None if the variant is a split and no op can be split."""
+        """Return the step rewritten as a variant; None if the variant splits ops but no op can be split."""
         if variant not in self._captured:
             self._captured[variant] = self._make(variant)
         return self._captured[variant]
@@ -174,7 +174,7 @@ class StepVariants:
         return profiles
 
     def costs(self, variant: Variant, *, timed: bool = False, advance: Advance | None = None) -> Costs:
-        """Return the costs of a variant's ops, with seconds if ``timed``, and a dummy home; measure new ops."""
+        """Return the costs of a variant's ops, with seconds if ``timed``; the costs contain a dummy home."""
         if self.backend is None:
             return Costs((OpCost(0.0),) * len(self.get_variant(variant).calls), (SOMEWHERE,))
         profiles = self.profiles(variant, timed=timed, advance=advance)

@@ -67,7 +67,7 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
-    """Return whether an op ran almost without copies: ``copies``, the average number at a time, is at most 0.02."""
+    """Return whether an op ran almost without concurrent copies; ``copies`` is their average number."""
     return copies <= _QUIET_COPIES
 
 

@@ -260,6 +260,6 @@ def _find_later_refusal(step: VariantPlanner[P], planned: P, room: int) -> Budge
 
 
 def _smallest_refusal(refusals: Refusals) -> tuple[Variant, BudgetError]:
-    """Return the refused lowest-memory variant with the smallest budget in its error, and that error."""
+    """Return the failed variant that needs the smallest budget, and its error."""
     lowest = [refusal for refusal in refusals if refusal[0].form is Form.LOWEST_MEMORY]
     return min(lowest, key=lambda refusal: refusal[1].smallest_budget or 0)
