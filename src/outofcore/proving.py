@@ -58,7 +58,7 @@ def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable
 
 
 def _write_evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
-    """Write graph and plan to a zip file for a bug report; return its name, or a hint if writing fails."""
+    """Write graph and plan to a zip file for a bug report; return the file's name, or a hint if that fails."""
     keys = GraphFile.of(graph, costs).keys
     try:
         with tempfile.TemporaryDirectory() as folder:
