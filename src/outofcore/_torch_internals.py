@@ -54,9 +54,9 @@ class _Substitute(type):
 
 
 def _private(name: str, *features: Feature, default: Any = None) -> Any:
-    """Return a private PyTorch object by its name. If it is missing, record that for ``features``; return a substitute.
+    """Import a private PyTorch object that ``features`` need; return ``default`` if this PyTorch lacks it.
 
-    The substitute is ``default``, or else a placeholder that raises ``VersionError`` when called.
+    Without a default, the result is a placeholder that raises ``VersionError`` when it is called.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -407,7 +407,7 @@ def let_device_idle(cycles: int) -> None:
 
 
 def cublas_workspaces() -> tuple[int, int]:
-    """Return the bytes of the cuBLAS and cuBLASLt workspaces of a thread and stream; if unknown, the usual sizes."""
+    """Return the bytes of a cuBLAS and of a cuBLASLt workspace; their usual sizes if they cannot be read."""
     names = ("_ZN2at4cuda22getChosenWorkspaceSizeEv", "_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
@@ -504,7 +504,7 @@ for _name in ("data", "register_hooks", "unpack_hook"):
 
 
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of an autograd node, except freed ones, and lists with a saved-tensor hook."""
+    """Yield the tensors that an autograd node saved, except freed tensors and tensors with saved-tensor hooks."""
     for saved, unpacked in _names_of_saved(type(node)):
         value = getattr(node, saved)
         raws = value if isinstance(value, tuple | list) else (value,)
@@ -519,7 +519,7 @@ def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Return two attribute names for each saved tensor of a node type: of its raw object and of the tensor."""
+    """Return the attribute names (``_raw_saved_x``, ``_saved_x``) of each saved tensor of a node type."""
     names = dir(node_type)
     attributes: list[tuple[str, str]] = []
     for name in names:
@@ -654,9 +654,9 @@ _dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORD
 
 @contextlib.contextmanager
 def without_dispatch_key(name: str) -> Iterator[None]:
-    """Remove dispatch key ``name``, such as "Fake", from the keys of higher-order operators such as ``torch.cond``.
+    """Make higher-order operators, such as ``torch.cond``, ignore the dispatch key ``name``.
 
-    Kernels registered for all operators do not reach them. Only logs a warning if this PyTorch is too different.
+    They do not use kernels that are registered for all operators. Only logs a warning if this PyTorch is unsuitable.
     """
     if names := missing(Feature.HIGHER_ORDER):
         _log.warning("this PyTorch has no %s, so %s do not work", ", ".join(names), Feature.HIGHER_ORDER.value)
@@ -738,7 +738,7 @@ _KERNEL_OPTIONS: dict[str, Any] = {
 
 @functools.cache
 def _compiler() -> dict[str, Any]:
-    """Return the objects of Inductor that kernels need, by name; imported on first use, which takes seconds."""
+    """Import the parts of Inductor that compile kernels, and return them by name."""
     names = (
         "torch._guards.TracingContext",
         "torch._guards.tracing",

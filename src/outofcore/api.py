@@ -71,7 +71,7 @@ SplitName = Literal["exact", "close", "off"]
 
 
 def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
-    """Return the step with lists of its models and optimizers; raise ``InputError`` if one cannot be used."""
+    """Combine a step with its models and optimizers; raise ``InputError`` if an argument cannot be used."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
         description = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
@@ -85,7 +85,7 @@ def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, 
 
 
 def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
-    """Convert an argument (None, one value or several) to a list; raise ``InputError`` for values of another type."""
+    """Convert None, a value or several values to a list; raise ``InputError`` if a value is not a ``kind``."""
     if value is None:
         return []
     items = list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
@@ -101,7 +101,7 @@ def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
 def _open_pinned_home(
     backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
 ) -> OpenHome:
-    """Open the homes of a step on a GPU: pinned memory, and any disk in ``home``; refuse open homes and full checks."""
+    """Open the homes of a step on a GPU: pinned host memory, and a disk if ``home`` names one."""
     if isinstance(home, OpenHome):
         raise InputError(
             f"a step on {backend.device} opens its own homes, in pinned host memory and on a disk, and cannot use an "
@@ -120,7 +120,7 @@ def _require_known_check(check: str) -> None:
 def _open_home(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, stays_open: bool
 ) -> OpenHome:
-    """Open a home in host memory or on a disk; ``stays_open``: it stays open after its last step is closed."""
+    """Open a home in host memory or on a disk; with ``stays_open``, it remains open when its last step closes."""
     _require_known_check(check)
     return OpenHome(
         [enable_checks(store, Check(check)) for store in open_homes(home, host_budget)], stays_open=stays_open
@@ -132,7 +132,7 @@ def open_home(
     host_budget: int | str | None = None,
     check: CheckName = "sampled",
 ) -> OpenHome:
-    """Open a home to create models in, and to share between steps.
+    """Open a home: host memory or disk space that holds models and can be shared by steps.
 
     Pass it to ``build``, ``materialize``, ``load`` and ``compile``, and close it after the last model is created.
 
@@ -155,7 +155,7 @@ def open_home(
 
 
 def _check_devices(models: Sequence[nn.Module], device: torch.device) -> None:
-    """Raise ``InputError`` if a model has a tensor on the meta device, or on a device except CPU and ``device``."""
+    """Raise ``InputError`` if a tensor of a model is neither on the CPU nor on ``device``."""
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # CPU tensors are fine for a GPU step: the plan fetches them, so the model need not fit on the device.
@@ -191,7 +191,7 @@ def compile(
     split: SplitName = "exact",
     repeats: bool = True,
 ) -> Step[P, R]:
-    """Make a training step run within a byte budget, with the bits of plain PyTorch.
+    """Make a training step run within a byte budget, with results bit-identical to plain PyTorch.
 
     The first call of the result captures the step.
 
@@ -294,7 +294,7 @@ def compile(
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """Return the kernel compiler for "inductor", None for "eager". With ``compiles=False`` it only serves planning."""
+    """Return the compiler of fused kernels for the name "inductor"; None for "eager"."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -304,7 +304,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """Return the processes that share the model, None if it is one; ``InputError`` if ``shard`` cannot be used."""
+    """Return the process group that shares the model; None if the model is not shared."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -324,7 +324,7 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
 
 
 def _check_can_run_eagerly(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
-    """Raise ``InputError`` for options that ``dynamic=True`` does not support; load the native code of eager loops."""
+    """Raise ``InputError`` for options that eager loops do not support, ``StateError`` without native code."""
     if device.type != "cpu":
         raise InputError(f"dynamic=True works on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):
@@ -669,7 +669,7 @@ def load(
     *,
     home: OpenHome | None = None,
 ) -> Any:
-    """Load a checkpoint into models, optimizers and random generators; return its ``extra``.
+    """Load a checkpoint into models, optimizers and random generators; return its ``extra`` data.
 
     Pass the models and optimizers that were saved, or none of them to load only ``extra``, in which tuples come back as
     lists. Generators of PyTorch, Python and numpy are loaded too. Existing tensors are overwritten in place. Tensors on

@@ -83,7 +83,7 @@ class BackgroundPlanner(Generic[_Subject]):
         return self._answer is not None
 
     def start(self, subject: _Subject, job: PlanJob, niceness: int) -> bool:
-        """Start a job; ``poll`` will return ``subject`` with its result. Return False if the job cannot be sent."""
+        """Start a planning job for ``subject``; return False if the job cannot be sent to the process."""
         with contextlib.ExitStack() as opened:
             try:
                 answer_file = opened.enter_context(tempfile.TemporaryFile())
@@ -100,7 +100,7 @@ class BackgroundPlanner(Generic[_Subject]):
         return True
 
     def _send(self, job_file: IO[bytes], answer_file: IO[bytes], niceness: int) -> None:
-        """Send a job to the process; replace the process first if it has ended or has another ``niceness``."""
+        """Send a job to the planning process; start a new process if none with this niceness is running."""
         if self._channel is not None and self._niceness == niceness:
             with contextlib.suppress(ConnectionError):
                 _send_files(self._channel, job_file, answer_file)
@@ -115,7 +115,7 @@ class BackgroundPlanner(Generic[_Subject]):
         self._niceness = niceness
 
     def poll(self) -> tuple[_Subject, PlanResult] | None:
-        """Return the subject and the result of an ended or failed job, once; None while it runs or without one."""
+        """Return the subject and result of a finished or failed job, once; None if there is no such job."""
         if self._process is None or self._channel is None or self._answer is None or self._subject is None:
             return None
         try:
@@ -168,7 +168,7 @@ def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
 
 
 def plan_job(job: PlanJob) -> PlanResult:
-    """Plan a step with costs corrected by measured steps; return the running plan unless the new one is 1 % faster."""
+    """Plan a step with its measured costs; keep its running plan unless the new one is 1 % faster."""
     start = time.perf_counter()
     costs, running = job.costs, job.running
     if running is not None:
@@ -188,13 +188,13 @@ def plan_job(job: PlanJob) -> PlanResult:
 
 
 def main() -> None:
-    """Serve planning jobs from the socket that is the standard input of this process."""
+    """Run planning jobs from the socket that is the standard input of this process."""
     with socket.socket(fileno=os.dup(0)) as channel:
         serve(channel, _IDLE_SECONDS)
 
 
 def serve(channel: socket.socket, idle_seconds: float) -> None:
-    """Serve jobs from a socket until it is closed or idle for ``idle_seconds``."""
+    """Plan the jobs that arrive at a socket, until it is closed or idle for ``idle_seconds``."""
     channel.settimeout(idle_seconds)
     before = 0.0
     while True:

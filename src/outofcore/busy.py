@@ -51,17 +51,17 @@ class Counters:
     def __sub__(self, other: Counters) -> Counters:
         return self._combine(other, -1)
 
-    def _combine(self, counters: Counters, sign: int) -> Counters:
-        """Return the sum with other counters, or the difference from them (``sign`` = -1)."""
+    def _combine(self, other: Counters, sign: int) -> Counters:
+        """Add other counters, or subtract them if ``sign`` is -1."""
 
         def combine(first: float | None, second: float | None) -> float | None:
             return None if first is None or second is None else first + sign * second
 
         return Counters(
-            self.seconds + sign * counters.seconds,
-            self.cpu_seconds + sign * counters.cpu_seconds,
-            combine(self.delayed_seconds, counters.delayed_seconds),
-            combine(self.others_seconds, counters.others_seconds),
+            self.seconds + sign * other.seconds,
+            self.cpu_seconds + sign * other.cpu_seconds,
+            combine(self.delayed_seconds, other.delayed_seconds),
+            combine(self.others_seconds, other.others_seconds),
         )
 
 
@@ -74,7 +74,7 @@ class DiskCounters:
 
 
 def was_busy(counted: Counters, *, computes: bool = True) -> bool:
-    """Return whether other processes delayed the measured work. Pass ``computes=False`` for work that may sleep."""
+    """Return whether other processes delayed the measured work; set ``computes`` to False if the work may sleep."""
     others_seconds = counted.others_seconds
     if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
         return False  # threads waited for other threads of this process
@@ -103,7 +103,7 @@ def is_due(busy: int, age: float) -> bool:
 
 
 def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
-    """Return the median elapsed time of undelayed runs, else the minimum; a run is (elapsed, CPU) seconds."""
+    """Return the median time of undelayed runs, given as (elapsed, CPU) seconds, or else the minimum."""
     quiet = [wall for wall, cpu in runs if wall - cpu <= max(_REPETITION_DELAYED_SHARE * wall, _CLOCKS_SECONDS)]
     return statistics.median(quiet) if quiet else min(wall for wall, _ in runs)
 
@@ -118,7 +118,7 @@ def read_counters(proc: Path = _PROC) -> Counters:
 
 
 def read_loop_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, the seconds for which this thread has waited for a core, and the CPU time of other processes."""
+    """Read clock and scheduler counters of this thread, and the CPU time of other processes."""
     try:
         user, nice, system, *_ = map(int, (proc / "stat").read_text().splitlines()[0].split()[1:])
         others_seconds = (user + nice + system) / os.sysconf("SC_CLK_TCK") - process_time()
@@ -127,13 +127,13 @@ def read_loop_counters(proc: Path = _PROC) -> Counters:
     return Counters(perf_counter(), thread_time(), _delayed_seconds([proc / "thread-self"]), others_seconds)
 
 
-def _delayed_seconds(tasks: Sequence[Path]) -> float | None:
-    """Return the seconds that threads have waited for a core; None if the system does not count them."""
+def _delayed_seconds(thread_folders: Sequence[Path]) -> float | None:
+    """Return the seconds that threads, given by their folders in /proc, waited for a core; None if unknown."""
     nanos = slices = 0
-    for task in tasks:
+    for thread_folder in thread_folders:
         # The thread may have ended, or a container may hide the file.
         with contextlib.suppress(OSError, ValueError):
-            _, delayed, count = map(int, (task / "schedstat").read_bytes().split())
+            _, delayed, count = map(int, (thread_folder / "schedstat").read_bytes().split())
             nanos, slices = nanos + delayed, slices + count
     return nanos / 1e9 if slices else None  # 0 from a kernel that does not count
 

@@ -30,10 +30,10 @@ def start_process(
     niceness: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls ``main`` ("module:function"), which reads ``work`` and writes to ``answer``.
+    """Start a Python process that calls ``main``, with ``work`` as its input and ``answer`` as its output.
 
-    ``niceness`` is up to 19, the lowest priority; with 20 the process runs only on idle cores. The process ends with
-    the thread that starts it. Raises ``OSError`` if it cannot be started.
+    ``main`` is "module:function". ``niceness`` is up to 19, the lowest priority; with 20 the process runs only on idle
+    cores. The process ends with the thread that starts it. Raises ``OSError`` if it cannot be started.
     """
     # Bytes go through a file, since a pipe would block this process until the other one reads. A process group of its
     # own keeps Ctrl-C away. It stays in this session, since Linux balances sessions before it considers priorities
@@ -56,7 +56,7 @@ def start_process(
 
 
 def run(main: str, niceness: str) -> None:
-    """Call ``main`` in this child process, at this ``niceness``; the kernel kills it when its parent ends."""
+    """Call ``main`` in this child process, and make the kernel kill the process when its parent ends."""
     signal_on_death = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(signal_on_death, signal.SIGKILL)
     if os.getppid() == 1:

@@ -43,11 +43,14 @@ def user_cache_folder() -> Path:
 
 
 def ensure_private_folder(path: Path) -> Path:
-    """Create a folder if needed and return it; ``OSError`` unless this user owns it and alone can write to it."""
+    """Return a folder, created if needed; raise ``OSError`` unless only this user can write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} belongs to another user, or others can write to it; use a folder of your own")
+        raise PermissionError(
+            f"{path}: {'another user owns it' if status.st_uid != os.getuid() else 'others can write to it'}; "
+            "use a folder of your own that only you can write to"
+        )
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(f"{path} cannot be written to; use another folder or change its permissions")
     return path
@@ -58,8 +61,8 @@ def load_or_build(
 ) -> _Library:
     """Load a library from the wheel or the cache, or build it.
 
-    The name of ``wheel_path`` must cover all inputs of the build. ``build`` writes a file and may raise ``BuildError``
-    or ``OSError``; ``load`` may raise ``OSError``. Raises ``StateError`` if the library cannot be built.
+    The file name of ``wheel_path`` must change with each input of the build. ``build`` writes a file and may raise
+    ``BuildError`` or ``OSError``; ``load`` may raise ``OSError``. Raises ``StateError`` if the library cannot be built.
     """
     with contextlib.suppress(OSError):  # no wheel, or one for an older system or another PyTorch
         return load(wheel_path)
@@ -98,7 +101,7 @@ def is_built(wheel_path: Path) -> bool:
 
 
 def wheel_library(source: Path) -> Path:
-    """Return a library's path in a wheel, with a digest of the file and the headers next to it."""
+    """Return the path of a C++ file's library in a wheel; the name contains a digest of the sources."""
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     digest = hashlib.sha256(b"".join(texts) + "\0".join(_FLAGS).encode()).hexdigest()[:16]
     return source.with_name(f"{source.stem}-{platform.machine()}-{digest}.so")
@@ -109,10 +112,10 @@ def load_functions(
 ) -> _Library:
     """Load the functions of a C++ file without dependencies; raise ``StateError`` if it cannot be built.
 
-    ``functions`` maps names without ``outofcore_`` to argument and result types; ``ctypes.PyDLL`` keeps the GIL.
+    ``functions`` maps names without ``outofcore_`` to argument and result types. Calls to a ``PyDLL`` keep the GIL.
     """
 
-    def load(path: Path) -> _Library:
+    def load_library(path: Path) -> _Library:
         library = kind(str(path))
         for function, (arguments, result) in functions.items():
             symbol = getattr(library, f"outofcore_{function}", None)
@@ -121,18 +124,20 @@ def load_functions(
             symbol.argtypes, symbol.restype = arguments, result
         return library
 
-    return load_or_build(source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load)
+    return load_or_build(
+        source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load_library
+    )
 
 
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
     """Wrap a Python function as a native callback ``void (arguments..., int64_t* answer)``.
 
-    After Ctrl-C ``answer`` is unchanged; the native caller must check it. After other exceptions, which ctypes prints,
-    it is ``failed``.
+    The callback stores the result in ``answer``, or ``failed`` after an exception, which ctypes prints. After Ctrl-C,
+    ``answer`` is unchanged; the native caller must check for this.
     """
 
     # The return value of a ctypes callback that raises is undefined, so it returns nothing.
-    def call(*call_arguments: Any) -> None:
+    def call_and_store_answer(*call_arguments: Any) -> None:
         answer = call_arguments[-1]
         try:
             answer[0] = function(*call_arguments[:-1])
@@ -142,7 +147,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
             answer[0] = failed
             raise
 
-    return ctypes.CFUNCTYPE(None, *arguments, ctypes.POINTER(ctypes.c_int64))(call)
+    return ctypes.CFUNCTYPE(None, *arguments, ctypes.POINTER(ctypes.c_int64))(call_and_store_answer)
 
 
 @contextlib.contextmanager
@@ -184,7 +189,8 @@ def compile_library(
                     ]
                 except RuntimeError as error:
                     raise BuildError(
-                        f"the system gives no thread for the compiler ({error}); end other programs"
+                        f"the system gives no thread for the compiler ({error}); raise the limit on "
+                        "processes (ulimit -u), or end other programs"
                     ) from error
                 failure = next((text for future in compiled if (text := future.result()) is not None), None)
                 output = Path(temporary, target.name)
@@ -199,7 +205,7 @@ def compile_library(
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Run a compiler; return None, or the error lines of its output if it failed."""
+    """Run a compiler; return its error lines if it failed, None if it succeeded."""
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False

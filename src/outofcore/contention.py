@@ -16,26 +16,26 @@ _OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # queues without a home
 
 
 def apply_contention(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
-    """Return the timeline of a program with contention; ``alone`` is its timeline without."""
+    """Return a program's timeline with the slowdown by concurrent copies; ``alone`` is its timeline without."""
     # Planners call this often: lanes are numbers, and a set of lanes is a bit mask.
-    lines: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
+    indices_by_lane: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
     for index, instruction in enumerate(program.instructions):
-        lines.setdefault(lane_of(instruction), []).append(index)
-    numbers = {lane: number for number, lane in enumerate(lines)}
+        indices_by_lane.setdefault(lane_of(instruction), []).append(index)
+    numbers = {lane: number for number, lane in enumerate(indices_by_lane)}
     waits = [[(numbers[_lane(w)], w.count) for w in i.waits if _lane(w) in numbers] for i in program.instructions]
     remaining = [
         end - start for start, end in zip(alone.starts, alone.ends, strict=True)
     ]  # remaining seconds at full speed
     starts, ends = [0.0] * len(remaining), [0.0] * len(remaining)
-    pending = list(lines.values())
+    pending = list(indices_by_lane.values())
     done_counts = [0] * len(pending)
     running: dict[int, int] = {}  # the running instruction of each lane
     by_mask: dict[int, list[tuple[int, float]]] = {}  # slowdown factors of the lanes, by the mask of running lanes
     mask, now = 0, 0.0
     while True:
-        for lane, line in enumerate(pending):
-            if lane not in running and done_counts[lane] < len(line):
-                index = line[done_counts[lane]]
+        for lane, lane_indices in enumerate(pending):
+            if lane not in running and done_counts[lane] < len(lane_indices):
+                index = lane_indices[done_counts[lane]]
                 for waited_lane, count in waits[index]:
                     if done_counts[waited_lane] < count:
                         break
@@ -48,7 +48,7 @@ def apply_contention(program: Program, alone: Timeline, homes: Sequence[Home]) -
         factors = by_mask.get(mask)
         if factors is None:
             factors = by_mask[mask] = _slowdown_factors(
-                [lane for lane in lines if numbers[lane] in running], numbers, homes
+                [lane for lane in indices_by_lane if numbers[lane] in running], numbers, homes
             )
         step = min([remaining[running[lane]] * factor for lane, factor in factors])
         now += step
@@ -70,7 +70,7 @@ def _lane(wait: Wait) -> _Lane:
 def _slowdown_factors(
     running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
 ) -> list[tuple[int, float]]:
-    """Return the number of each running lane and the factor by which contention lengthens its instruction."""
+    """Return for each running queue its number and the factor by which concurrent copies slow it."""
     slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue not in _OPS)
     factors: list[tuple[int, float]] = []
     for lane in running:

@@ -34,7 +34,7 @@ class Home:
     busy: int = field(default=0, repr=False)
 
     def lost(self, *, out: bool) -> float:
-        """Return the share of speed that copies in one direction lose to the other; ``out``: copies to the home."""
+        """Return the share of speed that copies lose to concurrent copies in the other direction."""
         return self.contention * (self.contention_out if out else 1 - self.contention_out)
 
     def out_seconds(self, count: int) -> float:

@@ -90,7 +90,7 @@ class VersionError(OutOfCoreError, ImportError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of Python, the system or PyTorch, not of outofcore, means that memory ran out."""
+    """Return whether an error of Python, the system or PyTorch means that memory ran out."""
     if isinstance(error, MemoryError):
         return not isinstance(error, OutOfCoreError)
     if isinstance(error, OSError):

@@ -98,7 +98,7 @@ class Op:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One training step.
+    """One training step: its ops in order, and their storages.
 
     Attributes:
         storages: each at the index that is its id.
@@ -122,7 +122,7 @@ class StepGraph:
 
     @cached_property
     def frozen(self) -> frozenset[int]:
-        """Watched persistent storages that no op writes."""
+        """Watched persistent storages (see ``Storage.watched``) that no op writes."""
         written = {storage for op in self.ops for storage in op.mutates}
         return frozenset(s for s in self.persistent if self.storages[s].watched and s not in written)
 
@@ -168,7 +168,7 @@ class StepGraph:
         return frozenset(s for _, s in self.overwrites if self.storages[s].kind is not StorageKind.CONSTANT)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
-        """Return values that identify the graph, except source lines, module classes and, on request, op families."""
+        """Return values that identify the graph; source lines and module classes are left out."""
         left_out = {"source", "module_class"} if families else {"source", "module_class", "family"}
         values_of = attrgetter(*(item.name for item in fields(Op) if item.name not in left_out))
         storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]
@@ -179,7 +179,7 @@ class StepGraph:
         return replace(self, storages=tuple(replace(storage, watched=False) for storage in self.storages))
 
     def check(self) -> None:
-        """Raise ``GraphError`` if the graph contradicts itself, as when an op uses a storage before it is created."""
+        """Raise ``GraphError`` if the graph is inconsistent, for example if an op reads a missing storage."""
         for index, storage in enumerate(self.storages):
             if storage.id != index:
                 raise GraphError(f"storage at index {index} has id {storage.id}; ids must be the indices")
@@ -204,7 +204,8 @@ class StepGraph:
             for storage in op.creates:
                 if storage in exists or not 0 <= storage < len(self.storages):
                     raise GraphError(
-                        f"op {index} ({op.name}) creates storage {storage}, which exists already or is not listed; "
+                        f"op {index} ({op.name}) creates storage {storage}, which "
+                        f"{'exists already' if storage in exists else 'is not in the list of storages'}; "
                         "list each storage, and create it in one op only"
                     )
                 exists.add(storage)

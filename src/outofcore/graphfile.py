@@ -140,7 +140,7 @@ def read_graph(path: Path) -> GraphFile:
 
 
 def _storage(path: Path, number: int, storage: _StorageEntry, created: bool) -> Storage:
-    """Return a storage of a file, of the kind that ``read_graph`` explains; refuse constants that ops create."""
+    """Convert an entry of a graph file to a storage; raise ``GraphError`` for a constant that an op creates."""
     kind = storage.kind
     if created and kind is StorageKind.CONSTANT:
         refuse(path, f"$.storages[{number}]", "is a constant that an op creates: a constant must exist before the step")
@@ -157,7 +157,7 @@ def _default_name(key: int | str) -> str:
 
 
 def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) -> Op:
-    """Return an op of a file, with the ids of its storages converted to numbers."""
+    """Convert an entry of a graph file to an op, with the numbers of its storages instead of their ids."""
 
     def storages(field: str, named: Sequence[int | str]) -> tuple[int, ...]:
         return _numbers(path, f"$.ops[{number}].{field}", named, keys)
@@ -180,7 +180,7 @@ def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) ->
 
 
 def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
-    """Convert the ids of storages in a file to numbers, without duplicates; ``GraphError`` for an unknown id."""
+    """Convert storage ids of a file to numbers, without duplicates; raise ``GraphError`` for an unknown id."""
     for index, key in enumerate(named):
         if key not in keys:
             refuse(path, f"{place}[{index}]", f"is {key!r}, and no storage has that id")

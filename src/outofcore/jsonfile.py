@@ -29,7 +29,7 @@ def refuse(file: str | Path, place: str, problem: str) -> NoReturn:
 
 
 def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bool = True) -> T:
-    """Read a JSON file, plain or gzip, as ``kind``; refuse any "format" except ``file_format`` (None: accept all).
+    """Read a JSON file, plain or gzip, as ``kind``; with ``file_format``, its "format" entry must be the same.
 
     If ``whole``, numbers such as 4096.0 are read as ints. Raises ``InputError`` if the file cannot be read, and
     ``GraphError`` that names an invalid value, such as ``$.ops[3].seconds``.
@@ -76,7 +76,7 @@ class _InvalidValue:
 
 
 def _parse(path: Path, read_float: Callable[[str], float]) -> object:
-    """Parse a JSON file, plain or gzip; raise ``GraphError`` for numbers that are not finite, and duplicate keys."""
+    """Parse a JSON file, plain or gzip; raise ``GraphError`` for infinite numbers and duplicate keys."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
@@ -113,16 +113,16 @@ def _parse(path: Path, read_float: Callable[[str], float]) -> object:
     return value
 
 
-def _invalid_values(value: object, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the problem of each value that was marked as invalid."""
+def _invalid_values(value: object, json_path: str) -> Iterator[tuple[str, str]]:
+    """Yield the JSON path and the problem of each value that is marked as invalid."""
     if isinstance(value, _InvalidValue):
-        yield place, value.problem
+        yield json_path, value.problem
     elif isinstance(value, dict):
         for key, item in cast("dict[str, object]", value).items():
-            yield from _invalid_values(item, f"{place}.{key}")
+            yield from _invalid_values(item, f"{json_path}.{key}")
     elif isinstance(value, list):
         for index, item in enumerate(cast("list[object]", value)):
-            yield from _invalid_values(item, f"{place}[{index}]")
+            yield from _invalid_values(item, f"{json_path}[{index}]")
 
 
 def _whole_or_float(text: str) -> float:
@@ -131,7 +131,7 @@ def _whole_or_float(text: str) -> float:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write objects, dataclasses or structs as JSON, by gzip if the name ends in ``.gz``; create missing folders."""
+    """Write an object to a JSON file, compressed if its name ends in ``.gz``; create missing folders."""
     data = msgspec.json.encode(content) + b"\n"
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)

@@ -41,7 +41,7 @@ class KnownStep:
 
     @property
     def arena_bytes(self) -> int:
-        """The arena size for this plan; for a quick plan, large enough for its successor."""
+        """The arena size for this plan; for a quick plan, large enough for the plan that replaces it."""
         return self.step.budget if self.step.is_quick else self.step.planned.program.arena_bytes
 
     def is_current(self) -> bool:
@@ -54,7 +54,7 @@ class KnownStep:
 
 
 class KnownSteps:
-    """The planned steps of a session, and the arena that holds the program of one of them.
+    """The planned steps of a session, and the arena in which one of them at a time can run.
 
     Attributes:
         active: the step that has its program in the arena.
@@ -79,7 +79,7 @@ class KnownSteps:
         return self._off_plan + (self.arena.counters().large if self.arena is not None else 0)
 
     def written_tensors(self) -> list[torch.Tensor]:
-        """Return the user's persistent tensors that a planned step writes."""
+        """Return all persistent tensors of the user that any planned step writes."""
         tensors: list[torch.Tensor] = []
         for captured in (entry.step.captured for entry in self.by_signature.values()):
             storages = {storage for op in captured.graph.ops for storage in op.mutates}
@@ -91,7 +91,7 @@ class KnownSteps:
         return tensors
 
     def activate(self, entry: KnownStep) -> None:
-        """Make a step the active one, with its tensors in the arena; create its runner and a larger arena if needed."""
+        """Give a step the arena, so that it can run; create a larger arena and the step's runner if needed."""
         if entry is self.active:
             return
         with DeferredSignals("the move of the model to its place"):
@@ -110,7 +110,7 @@ class KnownSteps:
             self.active = entry
 
     def replace_plan(self, entry: KnownStep, new_step: PlannedStep) -> None:
-        """Replace the plan of a step; the step leaves the arena and is no longer active."""
+        """Give a step a new plan; the step leaves the arena until it is activated again."""
         if entry is self.active:
             self.deactivate()
         states = None
@@ -154,7 +154,7 @@ class KnownSteps:
         self._engine.release_step()
 
     def release_arena(self) -> None:
-        """Free the arena and all that is in it."""
+        """Remove all steps from the arena, and free its memory."""
         for entry in self.by_signature.values():
             entry.leave_arena()
         if self.arena is not None:

@@ -46,12 +46,12 @@ _MAX_TOUCHED_BYTES = 16 * MIB
 
 
 def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
-    """Build a model with ``make()`` without holding it whole in memory; its values are unchanged.
+    """Build a model with ``make()`` at a home, without holding it whole in memory.
 
     A parameter or buffer of 64 KiB or more moves to the home when a module registers it, usually before it is
     initialized; one mapped from a file (as by ``from_pretrained`` of transformers) stays there. Memory holds the
     largest tensor, temporary tensors of the constructor, and some MiB. Tensors that share memory move when ``make`` has
-    ended.
+    ended. The values are the same as without ``build``.
 
     Args:
         make: makes modules, for example a class; its result is returned.
@@ -81,7 +81,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moving_home(home_tensors: HomeTensors) -> Iterator[None]:
-    """Move large tensors home when this thread registers them in modules; tensors with shared storages at the end."""
+    """Move large tensors home when modules register them; if they share memory, move them at the end."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
     modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -132,7 +132,7 @@ def materialize(
     weights: str | os.PathLike[str] | None = None,
     init: Init | None = None,
 ) -> nn.Module:
-    """Allocate every meta tensor of a model at its home, initialize or load it, and return the model.
+    """Allocate the meta tensors of a model at a home, initialize or load them, and return the model.
 
     With ``weights``, steps read tensors in the model's dtype in place from the files, without a copy. Only small
     tensors and tensors of another dtype are read now. Do not change the files while the model is in use.
@@ -172,7 +172,7 @@ def materialize(
 
 
 def _fill(model: nn.Module, home_tensors: HomeTensors, files: Weights | None, init: Init | None) -> None:
-    """Allocate the meta tensors of a model and initialize or load them; ``InputError`` if one gets no contents."""
+    """Allocate the meta tensors of a model and initialize or load them; raise ``InputError`` if one stays empty."""
     if files is not None:
         check_weights(model, files)
     in_place = {} if files is None else _find_in_files(model, files, home_tensors)
@@ -202,7 +202,7 @@ def _fill(model: nn.Module, home_tensors: HomeTensors, files: Weights | None, in
 
 
 def _find_in_files(model: nn.Module, files: Weights, home_tensors: HomeTensors) -> dict[str, tuple[ReadFile, Entry]]:
-    """Return the file and entry, by name, of each meta tensor that can be read in place, without conversion.
+    """Map the names of meta tensors that can be used in place in a file to that file and its entry.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """
@@ -239,7 +239,7 @@ def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def allocate(
     model: nn.Module, home_tensors: HomeTensors | None, in_place: Mapping[str, tuple[ReadFile, Entry]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Give every meta tensor of a model memory; return the tensors by each of their names.
+    """Allocate memory for each meta tensor of a model; return the tensors by name.
 
     Tensors in ``in_place`` use the bytes of their file as memory. Others are uninitialized, large ones at home if there
     are ``home_tensors``. Parameters stay the same objects unless they have weak references; shared memory stays shared.
@@ -270,7 +270,7 @@ def allocate(
 
 
 def _allocate_tensor(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Give a meta tensor the bytes of ``base``; return the same object, or a replacement if it has weak references."""
+    """Give a meta tensor the memory of ``base``; return the tensor, or a replacement if it has weak references."""
     if tensor.grad is not None:
         raise StateError(f"{name} cannot be allocated: it has a gradient; materialize the model before it is used")
     real = view_like(tensor, base)
@@ -314,7 +314,7 @@ def _is_in_files(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: 
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialize a module by ``reset_parameters``, or the private method that some constructors of PyTorch call."""
+    """Initialize a module by ``reset_parameters`` or by the private method that its constructor uses."""
     # Of a module without own tensors, the public method would initialize inner modules again.
     method = getattr(module, "reset_parameters", None) if _own_tensors(module) else None
     method = method or getattr(module, "_reset_parameters", None)
@@ -356,7 +356,7 @@ class _InitializationMode(TorchDispatchMode):
         return out
 
     def _record_use(self, tensor: torch.Tensor) -> None:
-        """Record that an op used a tensor at home; free the memory of such tensors when they exceed 16 MiB."""
+        """Record that an op used a home tensor; drop the cached pages of used home tensors above 16 MiB."""
         if self._home_tensors is None or self._home_tensors.find(tensor) is None:
             return
         key = storage_key(tensor)
@@ -367,7 +367,7 @@ class _InitializationMode(TorchDispatchMode):
             self.drop_caches()
 
     def drop_caches(self) -> None:
-        """Free the physical memory of all tensors at home that ops have used."""
+        """Drop the pages that cache used home tensors in memory; the tensors keep their contents at home."""
         if self._home_tensors is not None:
             for key, tensor in self._touched.items():
                 if key in self._restored:
@@ -399,7 +399,7 @@ def _can_move(tensor: torch.Tensor) -> bool:
 
 
 def _move_to_home(tensors: Sequence[torch.Tensor], home_tensors: HomeTensors, mapped: MappedFiles) -> None:
-    """Move tensors of one storage to the home; a storage that is mapped from a file stays in the file."""
+    """Move the tensors of one storage to the home; if a file backs the storage, the file becomes their home."""
     old = view_storage_bytes(tensors[0])
     home_tensor = home_tensors.adopt_mapped(old, mapped)
     if home_tensor is None:

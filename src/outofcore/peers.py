@@ -93,7 +93,7 @@ class Peers:
     # The shared model
 
     def spread(self) -> None:
-        """Shard the models over the processes. Models that are sharded already are only checked."""
+        """Shard the models over the processes that share them; only check models that are sharded already."""
         shards = self._shards
         if shards is None:
             return
@@ -108,7 +108,7 @@ class Peers:
             self._shards.show_gradients()
 
     def gather(self) -> None:
-        """Collect the whole model in each process from its shards. Only warn if a process has failed before."""
+        """Collect the whole model in each process from its shards; only warn if a process has ended."""
         shards = self._shards
         if shards is None or not shards.is_sharded:
             return
@@ -121,7 +121,7 @@ class Peers:
     # Plans
 
     def rendezvous(self, facts: StepFacts | None) -> bool:
-        """Wait for the other processes; return whether all have a plan for the call. ``facts``: None without one."""
+        """Wait for the other processes; return whether all processes have a plan for the call."""
         return self._ranks.rendezvous(facts, self._planner.backend.device)
 
     def join_planning(self, step: PlannedStep, facts: StepFacts) -> None:
@@ -134,7 +134,7 @@ class Peers:
     def plan_together(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
-        """Capture and plan a step, with the other processes if any; return it, and ``facts`` with the captured ones."""
+        """Capture and plan a step, with other processes if there are any; return the step and its completed facts."""
         ranks = self._ranks
         try:
             traced, recapture = self._planner.capture(args, kwargs)
@@ -154,7 +154,7 @@ class Peers:
     def _exchange_facts(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
-        """Compare facts with all processes; return them by rank, the rank that plans, and costs by group size."""
+        """Compare facts with all processes; return all facts, the rank that plans, and the costs of collectives."""
         everyone = self._ranks.compare_facts(facts)
         groups = self._ranks.costs(collectives_of(captured), self._planner.backend.device)
         return everyone, next(rank for rank, facts_of_rank in enumerate(everyone) if facts_of_rank.is_new), groups
@@ -162,9 +162,9 @@ class Peers:
     def _plan_by_leader(
         self, leader: int, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost], is_alike: bool
     ) -> PlannedStep:
-        """Return the step with the plan of rank ``leader``; if it is not valid here, with a plan of this process.
+        """Return the step with the leader's plan, or with a plan of this process if the leader's is not valid here.
 
-        ``is_alike``: the leader captured the same graph. Raises ``StateError`` instead if all must follow one plan.
+        ``is_alike``: the leader captured the same graph. Raises ``StateError`` if all must share the leader's plan.
         """
         planned_here: list[PlannedStep] = []
 
@@ -194,7 +194,7 @@ class Peers:
         room: int,
         variant: Variant,
     ) -> PlannedStep | None:
-        """Return the step with the plan of another process; None if it is not valid here."""
+        """Return the step with another process's plan; None if that plan is not valid here."""
         planner = self._planner
         if planner.make_room(traced) != room:
             return None
@@ -216,20 +216,20 @@ class Peers:
         self,
         step: PlannedStep,
         measured: Sequence[Timeline],
-        surprises: Mapping[int, Requests],
+        unplanned: Mapping[int, Requests],
         keep: Callable[[PlannedStep, bool], None],
     ) -> PlannedStep | None:
-        """Plan a step again for all processes with the measurements of rank 0, and return it; None if the plan stays.
+        """Plan a step again for all processes with the measurements of rank 0; return None if the old plan stays.
 
-        ``surprises``: unplanned requests by op. Rank 0 calls ``keep`` with the new step and whether times were wrong.
+        ``unplanned``: requests beyond the plan, by op. Rank 0 calls ``keep(new_step, times_were_wrong)`` first.
         """
         policy, stores = self._planner.policy, self._planner.stores
 
         def decide() -> Any:
-            """Return the costs, plan and profiles of the new step; None if the plan stays."""
+            """Return the costs, plan and profiles of the new step; None if the old plan stays."""
             new_step, are_times_wrong = step, is_prediction_wrong(step, measured)
-            if surprises:
-                new_step = plan_with_requests(new_step, surprises, policy, stores) or new_step
+            if unplanned:
+                new_step = plan_with_requests(new_step, unplanned, policy, stores) or new_step
             if are_times_wrong:
                 new_step = plan_with_times(new_step, measured, policy, stores) or new_step
             if new_step is step:
@@ -261,7 +261,7 @@ def _is_valid_plan(captured: Captured, room: int, costs: Costs, planned: Planned
 
 
 def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
-    """Return the ids of optimizer updates that have shorter shards here than in rank 0, and need less memory."""
+    """Return the ids of optimizer updates with shorter shards in this process than in rank 0."""
     short = (
         {id(shard.parameter) for shard in shards.entries if shard.count < shard.chunks.count(0)} if shards else set()
     )
@@ -273,7 +273,7 @@ def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
 
 
 def _with_own_requests(profiles: Sequence[OpProfile], local: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
-    """Return op profiles of another process, with the memory requests in ``local``, by op, in place of its own."""
+    """Return another process's op profiles, with the memory requests in ``local`` in place of its own."""
     return tuple(
         replace(p, requests=local[op].requests, first_requests=local[op].first_requests) if op in local else p
         for op, p in enumerate(profiles)

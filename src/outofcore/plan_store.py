@@ -47,7 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return ``check(document, path)`` for a stored document; None without one, or after deleting a bad one."""
+        """Return ``check(document, path)`` for the document stored under a key; None if no valid one is stored."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)
@@ -67,7 +67,7 @@ class PlanStore(Generic[_Document]):
         return plan
 
     def save(self, key: str, document: _Document) -> None:
-        """Store a document under a key, and delete the oldest documents beyond a maximum; only log failures."""
+        """Store a document under a key; delete the oldest documents if there are too many."""
         if self.folder is None:
             return
         try:
@@ -84,7 +84,7 @@ class PlanStore(Generic[_Document]):
 
 
 def key_of(*content: object) -> str:
-    """Return a key of a plan's inputs, by their ``repr``, and this library version."""
+    """Return a key made from the ``repr`` of values and the version of this library."""
     return hashlib.sha256(repr((library_version(), content)).encode()).hexdigest()[:32]
 
 

@@ -64,7 +64,7 @@ class PlanUpdater:
         self._surge_count = 0
 
     def record_run(self, entry: KnownStep, timeline: Timeline | None) -> None:
-        """Record a run that has a timeline; if its times or memory requests differ from the plan, begin to replan."""
+        """Record a measured run of a step, and start to plan the step again if its plan was inaccurate."""
         if entry.runner is None or timeline is None:
             return
         if self._peers is not None and self._peers.must_share_plan:
@@ -90,7 +90,7 @@ class PlanUpdater:
         self._adopt_finished_plan()
 
     def _plan_for_times(self, entry: KnownStep, watch: PlanWatch) -> None:
-        """Plan a step again with measured times in the background, or here if there is time; else keep the plan."""
+        """Plan a step again with measured times, in the background if possible."""
         # Peers would wait for this process, and each process would search concurrently with its steps.
         if self._peers is not None and self._peers.joined:
             entry.watch = watch.keep_plan()
@@ -108,7 +108,7 @@ class PlanUpdater:
             entry.watch = watch.keep_plan()
 
     def _adopt_finished_plan(self) -> None:
-        """Adopt the plan of the background process if it is ready, unless its step is gone or planned again."""
+        """Adopt a plan that the background process has finished, unless its step has changed meanwhile."""
         finished = self.background.poll()
         if finished is None:
             return
@@ -122,7 +122,7 @@ class PlanUpdater:
             self._adopt_plan(entry, entry.watch, answer)
 
     def _adopt_plan(self, entry: KnownStep, watch: PlanWatch, answer: PlanResult) -> None:
-        """Handle the answer to a planning job: run its plan, or keep the old one and correct its prediction."""
+        """Adopt the plan that a planning job returned, or keep the old plan with a corrected prediction."""
         before, begin = entry.step, self._clock()
         new_step = with_answer(before, answer, watch.step_seconds, self._stores)
         if new_step is None:
@@ -142,7 +142,7 @@ class PlanUpdater:
         entry.watch = watch.record_exchange(predicted, self._clock() - begin)
 
     def _judge_shared_plan(self, entry: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
-        """Compare the shared plan once with steps measured in rank 0; if it was wrong, replace it in all processes."""
+        """Replace the plan of all processes, once, if steps measured in rank 0 show that it was wrong."""
         if entry.is_judged:
             return
         entry.runs += 1
@@ -152,19 +152,19 @@ class PlanUpdater:
         if len(measured) < MEASURED_STEPS:
             return
         entry.is_judged, entry.measured = True, []
-        surprises = runner.find_unplanned_requests()
+        unplanned = runner.find_unplanned_requests()
         if before.has_evictions:
             self._steps.leave_arena()
 
         def keep(new_step: PlannedStep, times_were_wrong: bool) -> None:
-            self._store_measurements(before, new_step, None if times_were_wrong else surprises.keys())
+            self._store_measurements(before, new_step, None if times_were_wrong else unplanned.keys())
 
-        new_step = peers.replan(before, measured, surprises, keep)
+        new_step = peers.replan(before, measured, unplanned, keep)
         if new_step is not None:
             self._steps.replace_plan(entry, new_step)
 
     def _store_measurements(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
-        """Store the measurements of ``ops`` (None: all) and links, and the plan ``after`` unless it is a quick one."""
+        """Store measured costs of links and of ``ops`` (None: all), and the new plan if it was fully searched."""
         if self._cache is None:
             return
         facts = self._backend.facts()
@@ -181,20 +181,20 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Record memory requests of the last run beyond the step's plan (surges); return whether any were recorded."""
+        """Record the last run's memory requests beyond the plan (surges); return whether there were any."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
-        surprises = runner.find_unplanned_requests()
+        unplanned = runner.find_unplanned_requests()
         step = entry.unplanned_step or entry.step
-        grown = select_grown_requests(step, surprises)
+        grown = select_grown_requests(step, unplanned)
         if (
             runner.refused_request is not None
             and entry.unplanned_step is None
             and (op := runner.refused_request[0].id) not in grown
         ):
             # The plan has enough bytes, but in another order. More bytes each time make sure that planning ends.
-            requests = surprises.get(op, step.profiles[op].requests)
+            requests = unplanned.get(op, step.profiles[op].requests)
             more = step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused_request[1])
             grown[op] = replace(requests, workspace_bytes=more)
         if not grown:
@@ -215,9 +215,9 @@ class PlanUpdater:
         return True
 
     def plan_for_surges(self, entry: KnownStep, *, must_grow: bool) -> None:
-        """Plan a step again if its ops, or their families in other steps, requested more than planned (a surge).
+        """Plan a step again if its ops, or similar ops of other steps, requested more memory than planned.
 
-        ``must_grow``: raise ``TooSmallError`` if no plan has room for the surges.
+        ``must_grow``: raise ``TooSmallError`` if no plan has room for these requests.
         """
         if entry.covered_surges != self._surge_count:
             has_own_surges, entry.covered_surges = entry.covered_surges < 0, self._surge_count
@@ -231,7 +231,7 @@ class PlanUpdater:
             raise TooSmallError(entry.refusal)
 
     def _plan_again(self, entry: KnownStep, step: PlannedStep) -> None:
-        """Plan a step with surges by a quick search. If that fails, keep the plan and set ``entry.refusal``."""
+        """Plan a step again by a quick search; if that fails, keep the plan and set ``entry.refusal``."""
         before = entry.step
         if before.has_evictions:
             self._steps.leave_arena()  # frees memory for planning

@@ -124,7 +124,7 @@ class PlanDocument(Struct):
 
 
 def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
-    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids of storages.
+    """Write a plan file, compressed if its name ends in ``.gz``; ``keys`` are the storage ids of the graph file.
 
     Raises:
         InputError: the file cannot be written.
@@ -140,7 +140,7 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return the JSON document of a plan; ``keys`` are the graph file's ids of storages.
+    """Return the JSON document of a plan; ``keys`` are the storage ids of the graph file.
 
     >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
     4096
@@ -184,7 +184,7 @@ def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
 
 
 def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
-    """Read a plan file, plain or gzip; ``keys`` are the graph file's ids of storages.
+    """Read a plan file, plain or gzip; ``keys`` are the storage ids of the graph file.
 
     ``validator.validate`` checks whether its program is correct.
 
@@ -204,7 +204,7 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 
 
 def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
-    """Convert a document that was read from ``path`` to a plan; ``keys`` and errors are as for ``read_plan``.
+    """Convert the JSON document of a plan file to a plan; ``keys`` and errors are as for ``read_plan``.
 
     >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
     >>> plan_of(document_of(file, keys=()), (), Path("plan.json")) == file

@@ -84,7 +84,7 @@ class PlannedStep:
 def plan_in_core(
     captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step planned without evictions; None if no valid plan fits. ``SpillError`` if a home is too small."""
+    """Plan a step without evictions; return None if no such plan fits the budget."""
     planned = planning.plan_in_core(captured.graph, costs, budget)
     if planned is None:
         return None
@@ -106,9 +106,9 @@ def plan(
     *,
     quickly: bool = False,
 ) -> PlannedStep:
-    """Plan a step and return it with the first plan that is valid; the plan of ``offload-all`` is tried last.
+    """Plan a step within a budget, and return it with the first plan that is valid.
 
-    With ``quickly``, the plan of a quick search is preferred.
+    With ``quickly``, a quick search is tried first.
 
     Raises:
         BudgetError: the budget is too small for the step.
@@ -129,7 +129,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quick search; None if it fails, without homes, or if the full search is as quick."""
+    """Return the plan of a quick search; None if that fails or would not save time."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
@@ -153,17 +153,17 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
 
 
 def with_answer(
-    step: PlannedStep, answer: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
+    step: PlannedStep, result: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with the plan of ``answer``, and log its times; None if it has no plan or a home is full."""
-    reason = answer.reason
-    if answer.planned is not None and answer.costs is not None:
+    """Return the step with the plan of a finished planning job; None if the job failed or a home is too small."""
+    reason = result.reason
+    if result.planned is not None and result.costs is not None:
         try:
-            check_spill(step.graph, answer.costs, answer.planned, stores)
+            check_spill(step.graph, result.costs, result.planned, stores)
         except SpillError as error:
             reason = str(error)
         else:
-            new_step = with_plan(step, answer.costs, answer.planned)
+            new_step = with_plan(step, result.costs, result.planned)
             _log_times(step, new_step, measured_seconds)
             return new_step
     _log.warning("the plan is kept, although a new one was requested: %s", reason)
@@ -182,7 +182,7 @@ def plan_with_times(
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """Plan a step again with measured times of ops and copies, and return it; None, with a warning, if that fails."""
+    """Plan a step again with measured times of ops and copies; warn and return None if that fails."""
     families = [op.family for op in step.graph.ops]
     costs = refine_costs(step.costs, step.planned.program, measured, step.home_storages, families)
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
@@ -196,7 +196,7 @@ def plan_with_times(
 
 
 def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
-    """Log the measured ``seconds`` of a step, and the seconds that its old and new plans predict."""
+    """Log the measured seconds of a step, and the seconds that its old and new plans predict."""
     _log.info(
         "planned again with measured costs: a step was predicted to take %.3f s and took %.3f s; now %.3f s by %s",
         before.planned.timeline.step_seconds,
@@ -207,22 +207,22 @@ def _log_times(before: PlannedStep, after: PlannedStep, seconds: float) -> None:
 
 
 def select_grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[int, Requests]:
-    """Select, by op, the observed memory requests that need more scratch memory than the step was planned with."""
+    """Return the observed memory requests, by op, that need more scratch memory than planned."""
     ops = step.costs.ops
     return {op: requests for op, requests in observed.items() if requests.workspace_bytes > ops[op].workspace_bytes}
 
 
 def with_new_requests(
-    step: PlannedStep, requests: Mapping[int, Requests], first: Set[int] = frozenset()
+    step: PlannedStep, requests: Mapping[int, Requests], first_run_ops: Set[int] = frozenset()
 ) -> PlannedStep:
-    """Return the step with new memory requests, by op; ops in ``first`` make them in the first run only."""
+    """Return the step with newly observed memory requests for some of its ops."""
     profiles, ops = list(step.profiles), list(step.costs.ops)
     for index, observed in requests.items():
         cost, op = ops[index], step.graph.ops[index]
         # Never less than before: the needs of an op may vary from run to run.
         ops[index] = replace(cost, workspace_bytes=max(cost.workspace_bytes, observed.workspace_bytes))
         profiles[index] = replace(profiles[index], cost=ops[index])
-        if index in first:
+        if index in first_run_ops:
             profiles[index] = replace(profiles[index], first_requests=observed)
         else:
             profiles[index] = replace(profiles[index], requests=observed)
@@ -239,12 +239,12 @@ def with_new_requests(
 
 def plan_with_requests(
     step: PlannedStep,
-    surprises: Mapping[int, Requests],
+    unplanned: Mapping[int, Requests],
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """Plan a step again with the memory that ops requested, and return it; None, with a warning, if that fails."""
-    updated = with_new_requests(step, surprises)
+    """Plan a step again with the memory that its ops requested; warn and return None if that fails."""
+    updated = with_new_requests(step, unplanned)
     try:
         new_step = plan(updated.captured, updated.costs, updated.profiles, step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
@@ -252,7 +252,7 @@ def plan_with_requests(
         return None
     _log.info(
         "planned again for %d ops: %.3f s predicted by %s",
-        len(surprises),
+        len(unplanned),
         new_step.planned.timeline.step_seconds,
         new_step.planned.plan.policy,
     )
@@ -260,7 +260,7 @@ def plan_with_requests(
 
 
 def is_prediction_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:
-    """Return whether measured times differ from the predicted one by over 10 %; False for a plan without evictions."""
+    """Return whether measured times of a plan with evictions differ from its prediction by over 10 %."""
     return step.has_evictions and is_off(step.planned.timeline.step_seconds, measured)
 
 
@@ -279,7 +279,7 @@ def storage_describer(captured: Captured) -> Callable[[int], str]:
 
 
 def check_spill(graph: StepGraph, costs: Costs, planned: Planned, stores: Sequence[HomeStore]) -> None:
-    """Raise ``SpillError`` if a plan needs more bytes of a home than are available; log the peak use of each home."""
+    """Raise ``SpillError`` if a plan needs more bytes of a home than are available."""
     for home, count in zip(stores, needed_bytes(graph, costs, planned.program), strict=True):
         home.check(max(count, home.bytes))
         _log.info("peak use of home %s: %s", home.name, format_bytes(count))
@@ -291,7 +291,7 @@ def _offload_all_plans(graph: StepGraph, costs: Costs, budget: int) -> Iterator[
 
 
 def _check_last_home(graph: StepGraph, costs: Costs, budget: int, policy: Policy, stores: Sequence[HomeStore]) -> None:
-    """Raise ``SpillError`` if a larger last home, such as a disk with more space, would allow a plan."""
+    """Raise ``SpillError`` if the step has no plan only because its last home, such as a disk, is too small."""
     if not costs.homes or costs.homes[-1].bytes is None:
         return
     unlimited = replace(costs, homes=(*costs.homes[:-1], replace(costs.homes[-1], bytes=None)))

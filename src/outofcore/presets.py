@@ -63,7 +63,7 @@ class Device:
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
-        """Estimate the seconds of an op by a roofline: its launch, plus the longer of computing and moving bytes."""
+        """Estimate the seconds of an op: its launch, plus the longer of computing and moving bytes."""
         arithmetic = 0.0
         if work in EFFICIENCY:
             plain, tensor = EFFICIENCY[work]
@@ -94,7 +94,7 @@ def _device(
     tf32: float | None = None,
     half: float | None = None,
 ) -> Device:
-    """Build a device from data-sheet numbers in GiB, GB/s and TFLOP/s, less 0.5 GiB of memory for the CUDA context."""
+    """Build a device from the numbers of its data sheet, less 0.5 GiB of memory for the CUDA context."""
     rates = {Number.FP32: fp32, Number.TF32: tf32, Number.HALF: half}
     link = link_gb_per_s * 1e9
     flops = {number: rate * 1e12 for number, rate in rates.items() if rate is not None}
@@ -102,7 +102,7 @@ def _device(
 
 
 def devices() -> tuple[Device, ...]:
-    """Return all presets.
+    """Return all preset devices.
 
     >>> devices()[0].key
     'k40c-12gb'
@@ -130,10 +130,10 @@ def devices() -> tuple[Device, ...]:
 
 
 def device(name: str) -> Device:
-    """Return a preset by its key or a unique prefix of it such as "h100", or a device by its numbers.
+    """Return the preset of a name such as "h100", or a device made from numbers.
 
-    The numbers are usable memory, the dense 16-bit peak, the rate of copies from and to the host, and optionally the
-    memory bandwidth (default: 6 GB/s for each TFLOPS). The peaks in tf32 and fp32 are a half and a quarter.
+    A name is a preset's key or its unique prefix. The numbers are usable memory, the dense 16-bit peak (tf32: a half of
+    it, fp32: a quarter), the rate of copies from and to the host, and the memory bandwidth (default: 6 GB/s a TFLOPS).
 
     Raises:
         InputError: no preset or several match, or the numbers cannot be parsed.
@@ -163,7 +163,7 @@ def device(name: str) -> Device:
 
 
 def _parse_device(text: str) -> Device:
-    """Return a device from its numbers, such as "24GiB, 80 TFLOPS, 25 GB/s"; ``InputError`` for other text."""
+    """Make a device from numbers such as "24GiB, 80 TFLOPS, 25 GB/s"; raise ``InputError`` for other text."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (3, 4) or (len(parts) == 4 and not parts[3].endswith("memory")):
         raise InputError(
@@ -186,19 +186,20 @@ def _parse_device(text: str) -> Device:
     return Device(text, name, memory, rates, memory_rate, link, link)
 
 
-def _parse_quantity(text: str, part: str, units: dict[str, float], expected: str) -> float:
-    """Parse a number with one of the ``units``, such as "25 GB/s"; ``expected`` and ``text`` are for the error."""
+def _parse_quantity(device_text: str, part: str, units: dict[str, float], expected: str) -> float:
+    """Parse a number with a unit, such as "25 GB/s"; an error quotes ``device_text`` and ``expected``."""
     match = _QUANTITY.fullmatch(part)
     unit = None if match is None else units.get(match[2].upper())
     if match is None or unit is None or not 0 < float(match[1]) < 1e6:
         raise InputError(
-            f"cannot read {part!r} in the device {text!r}: expected {expected}; an example of a device is {_EXAMPLE!r}"
+            f"cannot read {part!r} in the device {device_text!r}: expected {expected}; an example of a device is "
+            f"{_EXAMPLE!r}"
         )
     return float(match[1]) * unit
 
 
 def simulated(name: str | None) -> Device | None:
-    """Return the device that a name or numbers describe; None for a real device such as "cuda:0".
+    """Return the device to simulate; None if ``name`` is a real device such as "cuda:0".
 
     Raises:
         InputError: the name is not a device.

@@ -133,7 +133,7 @@ class _NotebookProgress:
             self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
     def _draw(self, text: str, done: int, total: int | None) -> None:
-        """Draw a bar and ``text``, or update them; with ``total`` None, the bar is animated without a count."""
+        """Draw or update the bar and its text; the bar shows no share if ``total`` is None."""
         share = "" if total is None else f' value="{done}" max="{max(total, 1)}"'
         bundle = {"text/plain": text, "text/html": f"<progress{share}></progress> {html.escape(text)}"}
         if self._handle is None:

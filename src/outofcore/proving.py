@@ -21,9 +21,9 @@ _log = logging.getLogger("outofcore")
 
 
 def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
-    """Return the first plan that the validator accepts; ``budget`` is in bytes of the arena.
+    """Return the first candidate plan that the validator accepts; ``budget`` is the arena size in bytes.
 
-    Raises ``ValidationError`` if none is valid, or ``BudgetError`` if ``candidates`` raises it before any was rejected.
+    Raises ``ValidationError`` if every candidate is invalid, ``BudgetError`` if ``candidates`` raises it at the start.
     """
     failures: list[str] = []
     plans = iter(candidates)
@@ -58,7 +58,7 @@ def prove_plan(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable
 
 
 def _write_evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
-    """Write the graph and the plan to a zip file for a bug report; return its name, or else a hint for the report."""
+    """Write graph and plan to a zip file for a bug report; return the file's name, or a hint if that fails."""
     keys = GraphFile.of(graph, costs).keys
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
 
 
 def find_quiet_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return the quiet ones of consecutive measured steps; costs of ops only need correct ratios."""
+    """Return the measured steps that other programs did not slow down, out of consecutive ones."""
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
     return [timeline for timeline, quiet in zip(timelines, mark_quiet_steps(paces), strict=True) if quiet]
 
@@ -47,12 +47,12 @@ def refine_costs(
     costs: Costs,
     program: Program,
     timelines: Sequence[Timeline],
-    moved: frozenset[int],
+    home_storages: frozenset[int],
     families: Sequence[str] = (),
 ) -> Costs:
-    """Return the costs with op seconds, copy bandwidths and compute slowdown corrected by measured timelines.
+    """Return the costs with op times, copy bandwidths and slowdown by copies corrected by measured steps.
 
-    ``moved``: storages that were copied to a home, not to the caller's memory. ``families``: the family of each op.
+    ``home_storages`` were copied to a home, not to the caller's memory. ``families`` has the family of each op.
     """
     quiet_timelines = find_quiet_steps(costs, program, timelines)
     family_names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
@@ -63,7 +63,7 @@ def refine_costs(
     seconds = _op_seconds(costs, program, times, family_names)
     traffic: dict[Lane, _Traffic] = {}
     for index, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Run) or program.blocks[instruction.block].storage not in moved:
+        if isinstance(instruction, Run) or program.blocks[instruction.block].storage not in home_storages:
             continue
         lane = traffic.setdefault((type(instruction), instruction.home), _Traffic())
         lane.busy += statistics.median(step.alone[index] for step in times)
@@ -92,7 +92,7 @@ class _Family:
 
 
 def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], family_names: Sequence[str]) -> list[float]:
-    """Return the seconds of each op: the median of its family, or its own median if the two clearly differ."""
+    """Return the seconds of each op: the median of its family, or of the op alone if the two clearly differ."""
     families: dict[str, _Family] = {}
     by_op: dict[int, list[float]] = {}  # by op, including its recomputations
     for index, instruction in enumerate(program.instructions):
@@ -114,7 +114,7 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], fami
 def _derive_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], family_names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """Return the homes with measured ``compute_slowdown``; unchanged unless one is used and often overlaps ops."""
+    """Return the homes with the measured slowdown of ops by copies; unchanged if it cannot be measured."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes
@@ -147,7 +147,7 @@ def _derive_slowdown(
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the median of values, given as pairs with their weights; 0 without values."""
+    """Return the median of (value, weight) pairs; 0 without pairs."""
     half, below = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         below += weight

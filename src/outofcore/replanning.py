@@ -100,7 +100,7 @@ class PlanWatch:
     # Events
 
     def record_step(self, program: Program, timeline: Timeline) -> PlanWatch:
-        """Return the record with one more step (not the first of a program); decide whether a better plan is wanted."""
+        """Add a measured step, and decide whether a better plan is wanted."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
         if self.phase is WatchPhase.STEADY:
@@ -122,7 +122,7 @@ class PlanWatch:
         return replace(self, steps=self.steps + 1)
 
     def record_planning(self, seconds: float) -> PlanWatch:
-        """Record that planning has started, and that its start stopped training for ``seconds``."""
+        """Record that planning has started, after a pause of ``seconds`` in training."""
         return replace(
             self,
             phase=WatchPhase.WAITING,
@@ -132,13 +132,13 @@ class PlanWatch:
         )
 
     def keep_plan(self, predicted: float | None = None) -> PlanWatch:
-        """Record that the plan stays; ``predicted``: its predicted seconds with corrected costs, if they changed."""
+        """Record that the plan stays, with a corrected prediction of the step time if there is one."""
         return replace(
             self, predicted_seconds=self.predicted_seconds if predicted is None else predicted
         )._enter_steady()
 
     def record_exchange(self, predicted: float, seconds: float) -> PlanWatch:
-        """Record that a plan of ``predicted`` seconds replaced this one, and that the exchange took ``seconds``."""
+        """Record that a new plan was adopted: its predicted step time, and the seconds that the exchange took."""
         now = replace(
             self,
             predicted_seconds=predicted,
@@ -152,7 +152,7 @@ class PlanWatch:
         return replace(self, phase=WatchPhase.STEADY, is_quick=False, is_plan_wanted=False, measured=(), recent=())
 
     def _check_drift(self, seconds: float) -> PlanWatch:
-        """Record a step time; after twelve, return to MEASURING if they have drifted and planning is affordable."""
+        """Add a step time; start to measure again if the last twelve step times have drifted."""
         recent = (*self.recent, seconds)
         if len(recent) < _DRIFT_INTERVAL:
             return replace(self, recent=recent)

@@ -118,7 +118,7 @@ class Session:
         return len({signature._replace(capture=0) for signature in self.steps.by_signature})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: ProgressCallback | None) -> Any:
-        """Run one call of the step, by a plan or as an eager loop. If it raises, ``outcome`` describes the model."""
+        """Run one call of the step, by a plan or as an eager loop; after an error, ``outcome`` describes the model."""
         self.outcome = CallOutcome.UNCHANGED
         if self._peers is not None:
             self._peers.check()
@@ -166,7 +166,7 @@ class Session:
             self.planner.is_ahead = False
 
     def spread(self) -> None:
-        """Shard the models over the processes that share them. Models that are sharded already are only checked."""
+        """Shard the models over the processes that share them; only check models that are sharded already."""
         if self._peers is not None:
             self._peers.spread()
 
@@ -178,7 +178,7 @@ class Session:
         on_progress: ProgressCallback | None,
         change: str,
     ) -> KnownStep:
-        """Return the planned step for a call; plan it if this process or another one has no current plan for it.
+        """Return the planned step for a call; plan the step if any process lacks a current plan.
 
         ``change`` names a changed Python value that the step reads; empty: only inputs may have changed.
         """
@@ -212,7 +212,7 @@ class Session:
         return entry
 
     def _record_reads(self, signature: Signature, entry: KnownStep) -> None:
-        """Remember the Python values that a capture has read, to detect changes; forget the oldest captures."""
+        """Remember the Python values that a capture has read, so that later calls detect changes."""
         reads = entry.step.captured.reads
         user = self._user
         roots = [("step", user.function)]
@@ -223,7 +223,7 @@ class Session:
         reads.clear()
 
     def _run_planned(self, entry: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
-        """Run a call by its plan. If an op runs out of memory, undo the call, plan with more for it, and retry."""
+        """Run a call by its plan; if an op needs more memory than planned, plan again and retry."""
         must_grow = entry.has_overflowed
         while True:
             self.updates.plan_for_surges(entry, must_grow=must_grow)
@@ -274,7 +274,7 @@ class Session:
         )
 
     def _should_switch_to_eager(self, signature: Signature, change: str) -> bool:
-        """Return whether an eager loop is allowed and useful: inputs have new sizes, or values change too often."""
+        """Return whether to switch to an eager loop, since input sizes are new or Python values change too often."""
         if not self._may_run_eagerly:
             return False
         return (
@@ -284,7 +284,7 @@ class Session:
         )
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Run this call and all later ones as an eager loop, for ``reason``; ``_NoEagerLoopError`` if impossible."""
+        """Run this call and all later ones as an eager loop; raise ``_NoEagerLoopError`` if that is impossible."""
         self.eager_reason = reason or self.eager_reason
         try:
             eager_calls = self._switch_to_eager()
@@ -300,7 +300,7 @@ class Session:
         return result
 
     def _switch_to_eager(self) -> BudgetedCalls:
-        """Create the eager loop if needed, move the model to it, and forget all plans; return the loop."""
+        """Move the model from the planned steps to an eager loop, and return the loop."""
         if self.eager_calls is None:
             if self._loop is None:
                 raise RuntimeError("a step without an eager loop switched to it; please report it")
@@ -325,7 +325,7 @@ class Session:
     # Between steps
 
     def _adopt_changes(self, signature: Signature) -> None:
-        """Use the tensors that the user or other steps have assigned since the last call; forget outdated plans."""
+        """Adopt tensors that the user or other steps have replaced since the last call; forget outdated plans."""
         if self.home.occupy(self, self._on_release) and not self.keeper.reclaim():
             self._discard_captures()
         is_other_structure = self._signature is not None and signature.structure != self._signature.structure
@@ -339,7 +339,7 @@ class Session:
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
-        """Adopt memory that the user gave to tensors, or forget all plans if it does not fit. ``leaving``: keep it."""
+        """Adopt memory that the user has assigned to tensors; forget all plans if its layout does not fit."""
         changed = self.keeper.adopt_replacements(leaving=leaving)
         if changed is None:
             self._discard_captures()
@@ -373,7 +373,7 @@ class Session:
             self.keeper.release_slots()
 
     def close(self, *, whole: bool = True) -> None:
-        """End the step: move its model to ordinary memory or a shared home. ``whole``: also gather a sharded model."""
+        """Move the model to ordinary memory or a shared home; if ``whole``, also gather a sharded model."""
         self._close()
         if whole and self._peers is not None:
             self._peers.gather()
@@ -410,9 +410,9 @@ class Session:
         kwargs: dict[str, Any],
         alternatives: Sequence[PlannedStep],
     ) -> KnownStep:
-        """Capture, measure and plan a call, together with the other processes of the step.
+        """Capture, measure and plan a call, together with other processes if there are any.
 
-        ``entry``: a step for which only other processes lack a plan; it is returned. ``alternatives``: similar steps.
+        ``entry``: the step, if only other processes lack its plan; it is returned. ``alternatives``: similar steps.
         """
         peers = self._peers
         if peers is None:
@@ -424,7 +424,7 @@ class Session:
         return KnownStep(*peers.plan_together(args, kwargs, facts, alternatives))
 
     def _warn_of_many_signatures(self, seconds: float) -> None:
-        """Record the seconds of planning an input signature; at the fourth one, warn about their cost."""
+        """Record the planning time of an input signature; warn when the fourth has been planned."""
         self._planning_seconds.append(seconds)
         if len(self._planning_seconds) == _MANY_SIGNATURES:
             _log.warning(
@@ -436,7 +436,7 @@ class Session:
             )
 
     def _run(self, entry: KnownStep, leaves: Sequence[Any]) -> Any:
-        """Run a planned step. If it raises, undo it, else stop it as PyTorch would, else mark the session torn."""
+        """Run a planned step; if it fails, restore a usable model, or mark the session torn (half changed)."""
         runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")
@@ -464,7 +464,7 @@ class Session:
         return entry.runner is None or entry.runner.may_stop(self.engine)
 
     def _recover(self, action: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
-        """Call ``recover`` to restore the model; return whether it did. Add a note to ``error`` if a copy failed."""
+        """Call ``recover`` to restore the model after ``error``; return whether the model was restored."""
         try:
             return recover(self.engine)
         except TransferError as another:

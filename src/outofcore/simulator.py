@@ -50,7 +50,7 @@ class _ForwardWaitError(Exception):
 
 
 def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
-    """Simulate the instructions in ``order``, without contention; ``_ForwardWaitError`` if it contradicts a wait."""
+    """Simulate instructions in an order, without contention; raise ``_ForwardWaitError`` if the order is wrong."""
     # Planners spend most of their time in this loop: it uses locals and identity tests, and hashes no enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
     op_costs = costs.ops
@@ -139,7 +139,7 @@ def _missing_home_error(index: int, instruction: Instruction, storage: int | Non
 
 
 def _runnable_order(program: Program) -> list[int]:
-    """Order instructions after their predecessors and the ones they wait for; ``ValidationError`` for a deadlock."""
+    """Return the instructions in an order in which each can run; raise ``ValidationError`` for a deadlock."""
     lanes = _lanes(program)
     done_counts = dict.fromkeys(lanes, 0)
     order: list[int] = []
@@ -163,7 +163,7 @@ def _runnable_order(program: Program) -> list[int]:
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    """Return the instruction indices of each lane. A lane is a queue; each home has its own lanes for copies."""
+    """Return the instruction indices of each lane: a queue, or a queue and a home for copies."""
     lanes: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lanes.setdefault(lane_of(instruction), []).append(index)
@@ -173,7 +173,7 @@ def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
 def _blockers(
     program: Program, lanes: dict[tuple[Queue, int], list[int]], done_counts: dict[tuple[Queue, int], int]
 ) -> str:
-    """Describe for each blocked queue its next instruction, and the instruction for which it waits."""
+    """Describe the next instruction of each blocked queue, and the instruction for which it waits."""
     parts: list[str] = []
     for lane, indices in lanes.items():
         if done_counts[lane] == len(indices):
@@ -195,7 +195,7 @@ def _blockers(
 
 
 def stalls(program: Program, timeline: Timeline) -> list[Stall]:
-    """Return the idle periods of the compute queue, each with the awaited instruction that ended last."""
+    """Return the idle periods of the compute queue, each with the instruction that it waited for."""
     lanes = _lanes(program)
     result: list[Stall] = []
     free = 0.0
@@ -237,7 +237,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
 
 
 def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return for each block the time spans, at most two, in which it is held; infinity: after the end of the step."""
+    """Return up to two time spans in which each block holds memory; an infinite end is after the step."""
     infinity = float("inf")
     # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.
     begins = [[infinity, infinity] for _ in program.blocks]

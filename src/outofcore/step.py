@@ -137,7 +137,7 @@ class Step(Generic[P, R]):
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Captured:
         """Capture, measure and plan the step for these arguments without running it; return the capture.
 
-        Raises the errors of a call, or ``StateError`` if calls run as an eager loop. No state has changed then.
+        Raises the errors of a call, or ``StateError`` if calls run as an eager loop; the state is unchanged then.
         """
         self._access.check(self._session.torn)
         if self._session.eager_reason:
@@ -197,7 +197,7 @@ class Step(Generic[P, R]):
         return self._last_planned_step("profiled").costs
 
     def _last_planned_step(self, stage: str) -> PlannedStep:
-        """Return the step of the last planned call; without one, raise ``StateError`` with the word ``stage``."""
+        """Return the step of the last planned call; raise ``StateError`` if there is none."""
         if self._session.steps.last_step is None:
             raise StateError(self._no_plan_message(f"it is {stage} at its first call"))
         return self._session.steps.last_step
@@ -211,7 +211,7 @@ class Step(Generic[P, R]):
 
     @property
     def stats(self) -> StepStats:
-        """Statistics of the last call; ``StateError`` before the first one."""
+        """Statistics of the last call; raises ``StateError`` before the first call."""
         session = self._session
         if session.eager_calls is not None and session.eager_calls.last is not None:
             last = session.eager_calls.last
@@ -228,11 +228,11 @@ class Step(Generic[P, R]):
             )
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
-    def _no_plan_message(self, otherwise: str) -> str:
-        """Return the error message for a step without a plan; ``otherwise`` ends it if the step was never called."""
+    def _no_plan_message(self, advice: str) -> str:
+        """Return the error message for a step without a plan; ``advice`` completes it before the first call."""
         eager = self._session.eager_calls
         if eager is None or eager.last is None:
-            return f"the step was not called yet: {otherwise}"
+            return f"the step was not called yet: {advice}"
         return (
             "all calls of this step ran as an eager loop, which has no plan: see step.stats; compile the step with "
             "dynamic=False to capture and plan each shape"
@@ -303,7 +303,7 @@ class Step(Generic[P, R]):
             self._state.save(Path(folder), extra, frozen=frozen)
 
     def load(self, folder: str | os.PathLike[str]) -> Any:
-        """Load a checkpoint, and return its ``extra``; training then continues bit for bit as after the save.
+        """Load a checkpoint, so that training continues bit for bit, and return its ``extra`` data.
 
         A step that failed half way can be used again. Frozen parameters that were left out keep their values. In
         ``extra``, tuples come back as lists.
@@ -329,7 +329,7 @@ class Step(Generic[P, R]):
             return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state_dict``; a step that failed half way can be used again.
+        """Load the result of ``state_dict``, also into a step that failed half way.
 
         Raises ``InputError`` for other models or optimizers, ``StateError`` if the step is closed or the model sharded.
         """
@@ -346,7 +346,7 @@ class Step(Generic[P, R]):
 
 
 class _Access:
-    """A lock on a step: one thread at a time may use it, only in the process that compiled it, until it is closed."""
+    """A lock that lets one thread at a time use a step, in the process that compiled it, until it is closed."""
 
     def __init__(self, home: OpenHome) -> None:
         self._home = home
@@ -360,7 +360,7 @@ class _Access:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Lock the step for this thread, and let its home detect the user's changes; ``StateError`` if it is locked."""
+        """Lock the step for this thread; raise ``StateError`` if another call holds the lock."""
         if not self._running.acquire(blocking=False):
             raise StateError("this step is running already; call it from one thread at a time")
         try:
@@ -371,7 +371,7 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        """Raise ``StateError`` in a fork, for a closed step, or if ``torn`` gives the reason of an earlier failure."""
+        """Raise ``StateError`` if the step is closed, used in a forked process, or torn by an earlier failure."""
         if not self.is_compiling_process:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "

@@ -79,7 +79,7 @@ class StepPlanner:
         return traced, capture_and_split_sums(capture_and_fuse(capture, kernels), is_on=is_close)
 
     def plan_alone(self, traced: Captured, recapture: Recapture, alternatives: Sequence[PlannedStep]) -> PlannedStep:
-        """Plan a step that this process runs alone; reuse an alternative's plan if only Python numbers differ."""
+        """Plan a step for this process alone; reuse the plan of an alternative if it is valid for the step."""
         for similar in alternatives:
             captured = self.variants_of(traced).find_variant(similar.variant)
             if captured is not None and captured.can_share_plan(similar.captured):
@@ -147,10 +147,10 @@ class StepPlanner:
         return replace(step, choice=choice)
 
     def _load_stored_plan(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
-        """Return a step with its stored plan, validated again; None without one. ``quickly``: a quick plan suffices."""
+        """Return the step with its stored plan, if there is one; ``quickly`` also accepts a quickly made plan."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
-            """Return the step with the stored plan; None if it should be planned better."""
+            """Return the step with the stored plan; None if the step should be planned again."""
             if stored.is_quick and not quickly:
                 return None
             choice = stored.choice
@@ -173,7 +173,7 @@ class StepPlanner:
         return step
 
     def _key(self, traced: Captured, room: int) -> str:
-        """Return the key of a step's stored plan, from all inputs of planning except costs; empty without a cache."""
+        """Return the key of a step's stored plan, derived from the inputs of planning; empty without a cache."""
         if self.cache is None:
             return ""
         changed = steady_state_gradients(traced) if self._repeats else {}

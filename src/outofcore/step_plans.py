@@ -49,7 +49,7 @@ class VariantChoice:
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """A plan from the store, not yet proved.
+    """A plan from the store that is not validated yet.
 
     ``is_quick``: from a quick search. ``is_busy``: with costs that were measured on a busy machine.
     """
@@ -61,7 +61,7 @@ class StoredPlan:
     _path: Path
 
     def prove(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
-        """Validate the plan for the graph of its variant, and return it with its timeline under these costs.
+        """Validate the stored plan for a graph, and return it with the timeline that these costs predict.
 
         Raises ``ValidationError`` for an invalid plan, ``GraphError`` if ops now need other scratch memory.
         """
@@ -92,7 +92,7 @@ class StepPlans:
         return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
 
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
-        """Return ``use(plan)`` for a stored plan; None without one, or if ``use`` raises, which deletes the plan."""
+        """Return ``use(plan)`` for the plan stored under a key; None if no valid one is stored."""
 
         def check(file: _PlanRecord, path: Path) -> _Step:
             choice = VariantChoice(key, file.variant, file.workspaces)
@@ -103,9 +103,9 @@ class StepPlans:
     def keep(
         self, choice: VariantChoice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Store a plan, except a quick one if a fully searched plan for the same scratch memory is stored.
+        """Store a plan, except a quick one if a fully searched plan is already stored.
 
-        A stored plan that was made on a busy machine counts only if the new one was made on a busy machine too.
+        The stored plan must be for the same scratch memory, and not be made on a busier machine than the new one.
         """
         needs, is_busy = _needs(costs), costs.is_busy
 

@@ -34,7 +34,7 @@ class StepState:
         )
 
     def load(self, folder: Path) -> Any:
-        """Load a checkpoint in all processes; if one rejects the files, no process changes. Return its ``extra``."""
+        """Load a checkpoint in all processes, or in no process if one rejects the files; return its ``extra`` data."""
         user = self._user
         if user.shards is not None and not user.shards.is_sharded:
             self._session.spread()
@@ -76,7 +76,7 @@ class StepState:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of models, optimizers and PyTorch's generator; ``StateError`` if the model is sharded."""
+        """Load a state of models, optimizers and PyTorch's generator; raise ``StateError`` for a sharded model."""
         self._check_whole("step.load_state_dict()")
         with self._forget_plans_if_state_is_lost():
             for model, saved in zip(self._user.models, state["models"], strict=True):
@@ -87,7 +87,7 @@ class StepState:
         self._session.torn = ""
 
     def _check_whole(self, call: str) -> None:
-        """Raise ``StateError`` if the model is sharded; ``call`` is the user's call, for the message."""
+        """Raise ``StateError``, which names the user's ``call``, if the model is sharded."""
         shards = self._user.shards
         if shards is not None and shards.is_sharded:
             raise StateError(
@@ -97,9 +97,10 @@ class StepState:
 
     @contextmanager
     def _forget_plans_if_state_is_lost(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state in this context, since they have no room to create it."""
+        """Forget all plans if an optimizer loses its state while the context is active."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield
+        # The plans have no room to create the state again.
         if any(had and not o.state for had, o in zip(had_state, optimizers, strict=True)):
             self._session.forget_plans()

@@ -46,7 +46,7 @@ class Split(Enum):
 
 
 def split_of(name: str) -> Split:
-    """Parse the ``split`` option; ``InputError`` for an unknown value."""
+    """Parse the ``split`` option; raise ``InputError`` for an unknown value."""
     try:
         return Split(name)
     except ValueError:
@@ -103,7 +103,7 @@ class StepVariants:
         return sum(first.graph.storages[storage].bytes for storage in new_storages)
 
     def find_variant(self, variant: Variant) -> Captured | None:
-        """Return the step rewritten as a variant; None if the variant is a split and no op can be split."""
+        """Return the step rewritten as a variant; None if the variant splits ops but no op can be split."""
         if variant not in self._captured:
             self._captured[variant] = self._make(variant)
         return self._captured[variant]
@@ -116,7 +116,7 @@ class StepVariants:
         return captured
 
     def _make(self, variant: Variant) -> Captured | None:
-        """Rewrite the step as a variant; return None if the variant is a split and no op can be split."""
+        """Return the step rewritten as a variant; None if the variant splits ops but no op can be split."""
         if variant.op_bytes is not None:
             split = self._split(variant.op_bytes, variant.room)
             captured = None if split is None else rewrite_for_lowest_memory(split)
@@ -129,7 +129,7 @@ class StepVariants:
         return captured if captured is None or self.backend is None else captured.align_to(self.backend.alignment)
 
     def _split(self, op_bytes: int, check_bytes: int) -> Captured | None:
-        """Split ops that need more than ``op_bytes`` if results stay equal; return the step, None if no op is split."""
+        """Split ops that need more than ``op_bytes`` if their results stay equal; return None if no op is split."""
         refused: frozenset[str] = frozenset()
         while True:
             split = split_step(
@@ -156,7 +156,7 @@ class StepVariants:
         return find_mismatches(split.checks, split.values, self.backend, check_bytes, self.cache)
 
     def profiles(self, variant: Variant, *, timed: bool, advance: Advance | None = None) -> tuple[OpProfile, ...]:
-        """Return the profiles of a variant's ops, with seconds if ``timed``; measure each family of ops once."""
+        """Return the profile of each op of a variant, with seconds if ``timed``; measure each family of ops once."""
         captured = self.get_variant(variant)
         keys = [
             (op.family, call.rehearse_first is not None)
@@ -174,7 +174,7 @@ class StepVariants:
         return profiles
 
     def costs(self, variant: Variant, *, timed: bool = False, advance: Advance | None = None) -> Costs:
-        """Return the costs of a variant's ops, with seconds if ``timed``, and a dummy home; measure new ops."""
+        """Return the costs of a variant's ops, with seconds if ``timed``; the costs contain a dummy home."""
         if self.backend is None:
             return Costs((OpCost(0.0),) * len(self.get_variant(variant).calls), (SOMEWHERE,))
         profiles = self.profiles(variant, timed=timed, advance=advance)
@@ -219,7 +219,7 @@ class VariantPlans:
         return self.step.find_variant(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
-        """Return the step planned in a variant. If it does not fit: None for ``FUSED``, else ``BudgetError``."""
+        """Plan the step in a variant; if that does not fit, raise ``BudgetError``, or return None for ``FUSED``."""
         captured = self.step.get_variant(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:
@@ -230,7 +230,7 @@ class VariantPlans:
         return None if planned is None else replace(planned, variant=variant)
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the error of later calls in a variant, or ``first``, the first call's, if they need no more memory."""
+        """Return an error if later calls do not fit and need more than the first; else ``first``, its error."""
         later = self.step.later if self.repeats else None
         if later is None:
             return first

@@ -33,7 +33,7 @@ class StepTimes:
 
 
 def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
-    """Return each instruction's measured seconds, and its estimated seconds without the contention of ``homes``."""
+    """Return the measured seconds of each instruction, and an estimate of its seconds without contention."""
     spans = list(zip(timeline.starts, timeline.ends, strict=True))
     lanes: dict[Lane, list[tuple[float, float]]] = {}
     for instruction, span in zip(program.instructions, spans, strict=True):
@@ -67,12 +67,12 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
-    """Return whether an op ran almost without copies: ``copies``, the average number at a time, is at most 0.02."""
+    """Return whether an op ran almost without concurrent copies; ``copies`` is their average number."""
     return copies <= _QUIET_COPIES
 
 
 def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
-    """Return the measured seconds of ops, except collectives, divided by the seconds in ``ops``; 1 without ops."""
+    """Return the measured time of the ops divided by their predicted time in ``ops``; 1 without ops."""
     took = expected = 0.0
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) and not instruction.communicates:
@@ -88,7 +88,7 @@ def mark_quiet_steps(paces: Sequence[float]) -> list[bool]:
 
 
 def _slowdown_spans(busy: Mapping[Lane, _Spans], homes: Sequence[Home]) -> list[tuple[float, _Spans]]:
-    """Return each factor by which copies slow ops, with the time spans in which it applies."""
+    """Return the factors by which copies slow ops, each with the time spans in which it applies."""
     changes = sorted(
         (time, sign * homes[home].compute_slowdown)
         for (_, home), lane_spans in busy.items()

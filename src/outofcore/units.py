@@ -70,7 +70,7 @@ def parse_bytes(text: object) -> int:
 
 
 def share_of(text: object) -> float | None:
-    """Parse a share of the available memory, such as ``"70%"``; return None for any value but a percentage.
+    """Parse a share of the available memory, such as ``"70%"``; return None if the value is not a percentage.
 
     Raises ``UnitError`` for shares outside of 0 % to 100 %, and for 0 %.
 

@@ -128,11 +128,11 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
         ...
 
     def plan(self, variant: Variant) -> P_co | None:
-        """Return the step planned in a variant. If it does not fit: None for ``FUSED``, else ``BudgetError``."""
+        """Plan the step in a variant; if that does not fit, raise ``BudgetError``, or return None for ``FUSED``."""
         ...
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return the error of later calls in a variant, or ``first``, the first call's, if they need no more memory."""
+        """Return an error if later calls do not fit and need more than the first; else ``first``, its error."""
         ...
 
 
@@ -160,7 +160,7 @@ def choose_variant(step: VariantPlanner[P], room: int) -> P:
 
 
 def ladder(step: VariantPlanner[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
-    """Yield the variants in the order in which to try them; the caller adds each failed one to ``refusals``."""
+    """Yield the variants in the order in which to try them; the caller adds the failed ones to ``refusals``."""
     if step.may_stay:
         yield FUSED
     yield Variant(Form.LOW_MEMORY, room)
@@ -188,7 +188,7 @@ def smallest_variant(step: VariantSizes) -> tuple[Variant, int]:
 
 
 def finest_split(step: VariantSizes, whole_bytes: int) -> tuple[Variant, int] | None:
-    """Return the split with the smallest arena, and that arena in bytes; None if no split is below ``whole_bytes``.
+    """Return the split with the smallest arena, and its bytes; None if no split needs less than ``whole_bytes``.
 
     The result depends on the step only, not on a budget, so ``smallest_budget`` reports it.
     """
@@ -260,6 +260,6 @@ def _find_later_refusal(step: VariantPlanner[P], planned: P, room: int) -> Budge
 
 
 def _smallest_refusal(refusals: Refusals) -> tuple[Variant, BudgetError]:
-    """Return the refused lowest-memory variant with the smallest budget in its error, and that error."""
+    """Return the failed variant that needs the smallest budget, and its error."""
     lowest = [refusal for refusal in refusals if refusal[0].form is Form.LOWEST_MEMORY]
     return min(lowest, key=lambda refusal: refusal[1].smallest_budget or 0)
