@@ -361,7 +361,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
         def _serve(self, count: int, scope: int) -> int:
             answer = super()._serve(count, scope)
             # The pages of the answer are not resident yet.
-            is_home = answer in self._faces
+            is_home = answer in self._overflows
             measure(self._arena, 0 if is_home or answer == Answer.REFUSE else round_up(count, PAGE_BYTES))
             return answer
 

@@ -94,7 +94,7 @@ def test_face_shares_its_bytes_with_writes_and_reads(home: HomeStore, arena: Are
     assert bool((home_tensor == 2).all())
 
 
-def test_growth_keeps_slots_and_faces(home: HomeStore, arena: Arena) -> None:
+def test_growth_keeps_slots_and_home_tensors(home: HomeStore, arena: Arena) -> None:
     first = home.reserve(MIB)
     home_tensor = home.tensor_of(first, MIB)
     expected = fill_with_noise(arena.memory(0, MIB), 1)
