@@ -491,8 +491,8 @@ MUTANTS = (
     Mutant(
         "shard-filled-from-the-start",
         "checkpoint/loading.py",
-        "crc32 = fill_range(target, shard.start, entry, source, home_tensors, buffer, crc32)",
-        "crc32 = fill_range(target, 0, entry, source, home_tensors, buffer, crc32)",
+        "crc32 = load_entry_range(target, shard.start, entry, source, home_tensors, buffer, crc32)",
+        "crc32 = load_entry_range(target, 0, entry, source, home_tensors, buffer, crc32)",
         "Each process loads the first range of a parameter that is spread over processes.",
         ("tests/torch_cpu/test_sharded.py::test_states_refusals_and_the_death_of_a_process",),
     ),

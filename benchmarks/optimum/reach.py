@@ -120,7 +120,7 @@ def _decision(
 def relax_times(fluid: Fluid, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
     """Release storages later and fetch them earlier, where room is free; placed copies then wait less."""
     n = len(fluid.graph.ops)
-    room = np.full(n, fluid.limit, dtype=np.int64) - Held.of(fluid.graph, fluid.costs).under(decisions)
+    room = np.full(n, fluid.limit, dtype=np.int64) - Held.of(fluid.graph, fluid.costs).bytes_by_op(decisions)
     relaxed = list(decisions)
     for index in sorted(range(len(relaxed)), key=lambda i: (relaxed[i].gap.start, relaxed[i].gap.storage)):
         decision = relaxed[index]

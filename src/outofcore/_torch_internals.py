@@ -53,7 +53,7 @@ class _Substitute(type):
         raise cls.refusal
 
 
-def _private(name: str, *features: Feature, default: Any = None) -> Any:
+def _import_private(name: str, *features: Feature, default: Any = None) -> Any:
     """Import a private PyTorch object that ``features`` need; return ``default`` if this PyTorch lacks it.
 
     Without a default, the result is a placeholder that raises ``VersionError`` when it is called.
@@ -120,25 +120,25 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 else:
-    DisableTorchFunction = _private("torch._C.DisableTorchFunction", Feature.COMPILE, Feature.RECOMPUTE)
-    HigherOrderOperator = _private("torch._ops.HigherOrderOperator")
-    OpOverload = _private("torch._ops.OpOverload", Feature.COMPILE)
-    OpOverloadPacket = _private("torch._ops.OpOverloadPacket", Feature.COMPILE)
-    DataDependentOutputException = _private("torch._subclasses.fake_tensor.DataDependentOutputException")
-    DynamicOutputShapeException = _private("torch._subclasses.fake_tensor.DynamicOutputShapeException")
-    FakeTensor = _private("torch._subclasses.fake_tensor.FakeTensor", Feature.COMPILE)
-    FakeTensorMode = _private("torch._subclasses.fake_tensor.FakeTensorMode", Feature.COMPILE)
-    MetadataMismatchError = _private("torch._subclasses.fake_tensor.MetadataMismatchError")
-    UnsupportedFakeTensorException = _private("torch._subclasses.fake_tensor.UnsupportedFakeTensorException")
-    UnsupportedMutationAliasingException = _private(
+    DisableTorchFunction = _import_private("torch._C.DisableTorchFunction", Feature.COMPILE, Feature.RECOMPUTE)
+    HigherOrderOperator = _import_private("torch._ops.HigherOrderOperator")
+    OpOverload = _import_private("torch._ops.OpOverload", Feature.COMPILE)
+    OpOverloadPacket = _import_private("torch._ops.OpOverloadPacket", Feature.COMPILE)
+    DataDependentOutputException = _import_private("torch._subclasses.fake_tensor.DataDependentOutputException")
+    DynamicOutputShapeException = _import_private("torch._subclasses.fake_tensor.DynamicOutputShapeException")
+    FakeTensor = _import_private("torch._subclasses.fake_tensor.FakeTensor", Feature.COMPILE)
+    FakeTensorMode = _import_private("torch._subclasses.fake_tensor.FakeTensorMode", Feature.COMPILE)
+    MetadataMismatchError = _import_private("torch._subclasses.fake_tensor.MetadataMismatchError")
+    UnsupportedFakeTensorException = _import_private("torch._subclasses.fake_tensor.UnsupportedFakeTensorException")
+    UnsupportedMutationAliasingException = _import_private(
         "torch._subclasses.fake_tensor.UnsupportedMutationAliasingException"
     )
-    UnsupportedOperatorException = _private("torch._subclasses.fake_tensor.UnsupportedOperatorException")
-    TorchDispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", Feature.COMPILE)
-    keystr = _private("torch.utils._pytree.keystr", Feature.COMPILE)
-    tree_flatten = _private("torch.utils._pytree.tree_flatten", Feature.COMPILE, Feature.BUDGET)
-    tree_flatten_with_path = _private("torch.utils._pytree.tree_flatten_with_path", Feature.COMPILE)
-    tree_unflatten = _private("torch.utils._pytree.tree_unflatten", Feature.COMPILE, Feature.BUDGET)
+    UnsupportedOperatorException = _import_private("torch._subclasses.fake_tensor.UnsupportedOperatorException")
+    TorchDispatchMode = _import_private("torch.utils._python_dispatch.TorchDispatchMode", Feature.COMPILE)
+    keystr = _import_private("torch.utils._pytree.keystr", Feature.COMPILE)
+    tree_flatten = _import_private("torch.utils._pytree.tree_flatten", Feature.COMPILE, Feature.BUDGET)
+    tree_flatten_with_path = _import_private("torch.utils._pytree.tree_flatten_with_path", Feature.COMPILE)
+    tree_unflatten = _import_private("torch.utils._pytree.tree_unflatten", Feature.COMPILE, Feature.BUDGET)
 
 _dist: Any = torch.distributed
 
@@ -148,22 +148,24 @@ BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
     (torch.autograd.graph, "_engine_run_backward"),
 )
 for _module, _name in BACKWARD_ENTRY_POINTS:
-    _private(f"{_module.__name__}.{_name}", Feature.COMPILE)
+    _import_private(f"{_module.__name__}.{_name}", Feature.COMPILE)
 
 # Functions with which ``torch.func`` transforms wrap their arguments: (module, attribute).
 TRANSFORM_ENTRY_POINTS: tuple[tuple[Any, str], ...] = tuple(
-    (_private(module), name)
+    (_import_private(module), name)
     for module, name in (
         ("torch._functorch.eager_transforms", "_wrap_for_grad"),
         ("torch._functorch.vmap", "_add_batch_dim"),
     )
-    if _private(f"{module}.{name}", Feature.TRANSFORMS, default=_always_false) is not _always_false
+    if _import_private(f"{module}.{name}", Feature.TRANSFORMS, default=_always_false) is not _always_false
 )
-_is_wrapped: Any = _private(
+_is_wrapped: Any = _import_private(
     "torch._C._functorch.is_functorch_wrapped_tensor", Feature.TRANSFORMS, default=_always_false
 )
-_is_batched: Any = _private("torch._C._functorch.is_legacy_batchedtensor", Feature.TRANSFORMS, default=_always_false)
-_private("torch.autograd.forward_ad._current_level", Feature.TRANSFORMS)
+_is_batched: Any = _import_private(
+    "torch._C._functorch.is_legacy_batchedtensor", Feature.TRANSFORMS, default=_always_false
+)
+_import_private("torch.autograd.forward_ad._current_level", Feature.TRANSFORMS)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -177,7 +179,7 @@ def is_differentiating_forward() -> bool:
 
 
 # The tensor types for which utilities such as clip_grad_norm_ use foreach kernels.
-FOREACH_TENSOR_TYPES: list[type] = _private(
+FOREACH_TENSOR_TYPES: list[type] = _import_private(
     "torch.utils._foreach_utils._foreach_supported_types", Feature.COMPILE, default=[]
 )
 
@@ -191,14 +193,14 @@ FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 # A decorator: torch.compile does not trace the function.
-not_compiled: Any = _private("torch._compile._disable_dynamo", default=torch.compiler.disable)
+not_compiled: Any = _import_private("torch._compile._disable_dynamo", default=torch.compiler.disable)
 
 # Run ops on real tensors while fake tensors are traced.
-real_tensors: Any = _private("torch._subclasses.fake_tensor.unset_fake_temporarily", Feature.COMPILE)
+real_tensors: Any = _import_private("torch._subclasses.fake_tensor.unset_fake_temporarily", Feature.COMPILE)
 
 
-_fakes: Any = _private("torch._subclasses", Feature.COMPILE)
-_private("torch._subclasses.FakeTensor", Feature.COMPILE)
+_fakes: Any = _import_private("torch._subclasses", Feature.COMPILE)
+_import_private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 
 @contextlib.contextmanager
@@ -223,8 +225,8 @@ def override_fake_check(is_fake: Callable[[object], bool]) -> Iterator[None]:
 
 
 # The address of PyTorch's C++ object of a storage or tensor.
-_private("torch.UntypedStorage._cdata", Feature.COMPILE, Feature.BUDGET)
-_private("torch.Tensor._cdata", Feature.RECOMPUTE)
+_import_private("torch.UntypedStorage._cdata", Feature.COMPILE, Feature.BUDGET)
+_import_private("torch.Tensor._cdata", Feature.RECOMPUTE)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -237,7 +239,7 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-_library_impls: set[str] = _private("torch.library._impls", Feature.BUDGET)
+_library_impls: set[str] = _import_private("torch.library._impls", Feature.BUDGET)
 
 
 def has_python_kernel(name: str, overload: str) -> bool:
@@ -248,10 +250,10 @@ def has_python_kernel(name: str, overload: str) -> bool:
 
 
 # One more than the sequence number of the newest autograd node of this thread.
-autograd_sequence_number: Callable[[], int] = _private("torch._C._autograd._get_sequence_nr", Feature.COMPILE)
+autograd_sequence_number: Callable[[], int] = _import_private("torch._C._autograd._get_sequence_nr", Feature.COMPILE)
 
 # The node that the autograd engine runs in this thread; None outside of backward.
-current_autograd_node: Callable[[], Any | None] = _private("torch._C._current_autograd_node", Feature.COMPILE)
+current_autograd_node: Callable[[], Any | None] = _import_private("torch._C._current_autograd_node", Feature.COMPILE)
 
 
 def node_sequence_number(node: Any) -> int:
@@ -267,7 +269,8 @@ def plain_optimizer_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any
 
 
 _GLOBAL_HOOKS: tuple[Any, ...] = tuple(
-    _private(f"torch.optim.optimizer._global_optimizer_{when}_hooks", Feature.COMPILE) for when in ("pre", "post")
+    _import_private(f"torch.optim.optimizer._global_optimizer_{when}_hooks", Feature.COMPILE)
+    for when in ("pre", "post")
 )
 
 
@@ -292,7 +295,7 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 _ATTENTION_FLAGS: tuple[Any, ...] = tuple(
-    _private(f"torch._C._get_{kind}_sdp_enabled", Feature.COMPILE)
+    _import_private(f"torch._C._get_{kind}_sdp_enabled", Feature.COMPILE)
     for kind in ("flash", "mem_efficient", "math", "cudnn")
 )
 
@@ -302,8 +305,8 @@ def sdp_backends_enabled() -> tuple[bool, ...]:
     return tuple(flag() for flag in _ATTENTION_FLAGS)
 
 
-_count_function_modes: Any = _private("torch._C._len_torch_function_stack", Feature.COMPILE)
-_function_mode_at: Any = _private("torch._C._get_function_stack_at", Feature.COMPILE)
+_count_function_modes: Any = _import_private("torch._C._len_torch_function_stack", Feature.COMPILE)
+_function_mode_at: Any = _import_private("torch._C._get_function_stack_at", Feature.COMPILE)
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -311,9 +314,9 @@ def function_modes() -> tuple[Any, ...]:
     return tuple([_function_mode_at(place) for place in range(_count_function_modes())])
 
 
-_below_autograd: Any = _private("torch._C._AutoDispatchBelowAutograd", Feature.COMPILE)
-_without_autocast: Any = _private("torch._C._DisableAutocast", Feature.COMPILE, Feature.KERNELS)
-_modes_of_this_thread: Any = _private("torch._C._len_torch_dispatch_stack", Feature.COMPILE)
+_below_autograd: Any = _import_private("torch._C._AutoDispatchBelowAutograd", Feature.COMPILE)
+_without_autocast: Any = _import_private("torch._C._DisableAutocast", Feature.COMPILE, Feature.KERNELS)
+_modes_of_this_thread: Any = _import_private("torch._C._len_torch_dispatch_stack", Feature.COMPILE)
 
 
 @contextlib.contextmanager
@@ -372,7 +375,7 @@ def precision_of(backend: Any, op: str) -> str | None:
     return getattr(getattr(backend, op, None), "fp32_precision", None)
 
 
-_private("torch.nn.Module._compiled_call_impl", Feature.COMPILE)
+_import_private("torch.nn.Module._compiled_call_impl", Feature.COMPILE)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -391,7 +394,7 @@ def without_compiled_code() -> Iterator[None]:
         yield
 
 
-_without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_current_modes", Feature.COMPILE)
+_without_dispatch_modes: Any = _import_private("torch.utils._python_dispatch._disable_current_modes", Feature.COMPILE)
 
 
 @contextlib.contextmanager
@@ -425,7 +428,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-_address: Any = _private("torch._C.TensorBase.data_ptr", default=torch.Tensor.data_ptr)
+_address: Any = _import_private("torch._C.TensorBase.data_ptr", default=torch.Tensor.data_ptr)
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
@@ -438,17 +441,17 @@ def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
 
 # Functions that export a tensor as a DLPack capsule.
 DLPACK_EXPORTERS: tuple[Any, ...] = tuple(
-    _private(f"torch._C.{name}") for name in ("_to_dlpack", "_to_dlpack_versioned")
+    _import_private(f"torch._C.{name}") for name in ("_to_dlpack", "_to_dlpack_versioned")
 )
 
 # The file writer of ``torch.save``.
-FILE_WRITER: Any = _private("torch._C.PyTorchFileWriter")
+FILE_WRITER: Any = _import_private("torch._C.PyTorchFileWriter")
 
 # Returns a view that reads as the negative of a tensor.
-negative_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch._neg_view")
+negative_view: Callable[[torch.Tensor], torch.Tensor] = _import_private("torch._neg_view")
 
 
-_uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)
+_uses_of_storage: Any = _import_private("torch._C._storage_Use_Count", Feature.COMPILE)
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:
@@ -462,7 +465,7 @@ def tensor_impl(tensor: torch.Tensor) -> int:
     return tensor._cdata
 
 
-_steal_tensors: Any = _private("torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs", Feature.RECOMPUTE)
+_steal_tensors: Any = _import_private("torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs", Feature.RECOMPUTE)
 
 
 def tensor_at(address: int) -> torch.Tensor:
@@ -500,7 +503,7 @@ class SavedTensor:
 
 
 for _name in ("data", "register_hooks", "unpack_hook"):
-    _private(f"torch._C._autograd.SavedTensor.{_name}", Feature.RECOMPUTE)
+    _import_private(f"torch._C._autograd.SavedTensor.{_name}", Feature.RECOMPUTE)
 
 
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
@@ -530,12 +533,14 @@ def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
 
 
 # A PyTorch built without collectives has none of these names, and they are then unused.
-def _collective(name: str, *features: Feature) -> Any:
-    return _private(name, *features) if _dist.is_available() else None
+def _import_collective(name: str, *features: Feature) -> Any:
+    return _import_private(name, *features) if _dist.is_available() else None
 
 
-_resolve_group: Any = _collective("torch.distributed.distributed_c10d._resolve_process_group", Feature.COLLECTIVES)
-_fake_work: Any = _collective("torch._C._distributed_c10d.FakeWork", Feature.COLLECTIVES)
+_resolve_group: Any = _import_collective(
+    "torch.distributed.distributed_c10d._resolve_process_group", Feature.COLLECTIVES
+)
+_fake_work: Any = _import_collective("torch._C._distributed_c10d.FakeWork", Feature.COLLECTIVES)
 # Functional collectives: their name in ``torch.distributed``, and whether they write to their argument.
 FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional::all_reduce": ("all_reduce", False),
@@ -581,9 +586,9 @@ def convert_reduction(reduction: Any) -> Any:
 
 
 for _name in ("_build_params_for_reducer", "_assign_modules_buffers"):
-    _collective(f"torch.nn.parallel.DistributedDataParallel.{_name}", Feature.PARALLEL)
-_first_bucket_bytes: Any = _collective("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", Feature.PARALLEL)
-_buckets_by_size: Any = _collective("torch.distributed._compute_bucket_assignment_by_size", Feature.PARALLEL)
+    _import_collective(f"torch.nn.parallel.DistributedDataParallel.{_name}", Feature.PARALLEL)
+_first_bucket_bytes: Any = _import_collective("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", Feature.PARALLEL)
+_buckets_by_size: Any = _import_collective("torch.distributed._compute_bucket_assignment_by_size", Feature.PARALLEL)
 
 
 def parallel_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[bool]]:
@@ -637,19 +642,19 @@ def mark_buckets_rebuilt(model: Any) -> None:
     model._has_rebuilt_buckets = True
 
 
-_engine: Any = _private("torch.autograd.Variable._execution_engine", Feature.PARALLEL)
+_engine: Any = _import_private("torch.autograd.Variable._execution_engine", Feature.PARALLEL)
 
 
 def call_after_backward(call: Callable[[], None]) -> None:
     _engine.queue_callback(call)
 
 
-_same_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter", Feature.PARALLEL)
+_same_versions: Any = _import_private("torch.autograd._unsafe_preserve_version_counter", Feature.PARALLEL)
 
 
-_operators: Any = _private("torch._ops", Feature.HIGHER_ORDER)
-_keyset: Any = _private("torch._ops._compute_keyset", Feature.HIGHER_ORDER)
-_dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORDER)
+_operators: Any = _import_private("torch._ops", Feature.HIGHER_ORDER)
+_keyset: Any = _import_private("torch._ops._compute_keyset", Feature.HIGHER_ORDER)
+_dispatch_key: Any = _import_private("torch._C._parse_dispatch_key", Feature.HIGHER_ORDER)
 
 
 @contextlib.contextmanager
@@ -754,7 +759,7 @@ def _compiler() -> dict[str, Any]:
         "torch.utils._triton.has_triton_package",
         "torch.utils._triton.triton_backend",
     )
-    return {name.rpartition(".")[2]: _private(name, Feature.KERNELS) for name in names}
+    return {name.rpartition(".")[2]: _import_private(name, Feature.KERNELS) for name in names}
 
 
 def compile_traced(

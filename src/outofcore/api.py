@@ -254,7 +254,7 @@ def compile(
     chosen = policy_of(policy)
     if replay not in (True, False, "graphs"):
         raise InputError(f"replay must be True, False or 'graphs', not {replay!r}")
-    kernel_compiler, splits = _kernels(kernels), split_of(split)
+    kernel_compiler, splits = _kernel_compiler(kernels), split_of(split)
     backend = open_backend(device, replay=replay)
     count = _budget_of(budget, backend.device, user.models)
     check_modules(user.models, is_captured=not dynamic)
@@ -293,7 +293,7 @@ def compile(
     )
 
 
-def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
+def _kernel_compiler(name: str, *, compiles: bool = True) -> Kernels | None:
     """Return the compiler of fused kernels for the name "inductor"; None for "eager"."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
@@ -547,7 +547,7 @@ def smallest_budget(
     backend = open_backend(device)
     _check_devices(user.models, backend.device)
     machine = LocalMachine(backend, cache=open_cache(cache))
-    variants = capture_variants(user, inputs, kwargs or {}, machine, _kernels(kernels), split_of(split))
+    variants = capture_variants(user, inputs, kwargs or {}, machine, _kernel_compiler(kernels), split_of(split))
     backend.prepare()
     variant, smallest = smallest_variant(variants)
     if variants.later is not None and (variants.later.smallest_arena(LOWEST_MEMORY) or 0) > smallest:
@@ -608,7 +608,7 @@ def estimate(
         show_progress() as report,
     ):
         preset = None if isinstance(place, LocalMachine) else place
-        compiler, splits = _kernels(kernels, compiles=preset is None), split_of(split)
+        compiler, splits = _kernel_compiler(kernels, compiles=preset is None), split_of(split)
         costing = cost_step(user, tuple(inputs), kwargs or {}, place, tell=report, kernels=compiler, split=splits)
         machine = "" if preset is None else preset.describe()
         return estimate_graph(

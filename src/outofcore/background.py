@@ -190,10 +190,10 @@ def plan_job(job: PlanJob) -> PlanResult:
 def main() -> None:
     """Run planning jobs from the socket that is the standard input of this process."""
     with socket.socket(fileno=os.dup(0)) as channel:
-        serve(channel, _IDLE_SECONDS)
+        serve_jobs(channel, _IDLE_SECONDS)
 
 
-def serve(channel: socket.socket, idle_seconds: float) -> None:
+def serve_jobs(channel: socket.socket, idle_seconds: float) -> None:
     """Plan the jobs that arrive at a socket, until it is closed or idle for ``idle_seconds``."""
     channel.settimeout(idle_seconds)
     before = 0.0

@@ -184,7 +184,7 @@ def compile_library(
                 objects = {source: str(Path(temporary, f"{source.stem}.o")) for source in sources}
                 try:
                     compiled = [
-                        pool.submit(_run, [*command, *sources[source], "-c", str(source), "-o", name])
+                        pool.submit(_run_compiler, [*command, *sources[source], "-c", str(source), "-o", name])
                         for source, name in objects.items()
                     ]
                 except RuntimeError as error:
@@ -195,7 +195,9 @@ def compile_library(
                 failure = next((text for future in compiled if (text := future.result()) is not None), None)
                 output = Path(temporary, target.name)
                 if failure is None:
-                    failure = _run([compiler, "-shared", *flags, *objects.values(), "-o", str(output), *link_flags])
+                    failure = _run_compiler(
+                        [compiler, "-shared", *flags, *objects.values(), "-o", str(output), *link_flags]
+                    )
                 if failure is None:
                     output.chmod(0o600)
                     output.replace(target)
@@ -204,7 +206,7 @@ def compile_library(
     raise BuildError("; ".join(failures))
 
 
-def _run(command: Sequence[str]) -> str | None:
+def _run_compiler(command: Sequence[str]) -> str | None:
     """Run a compiler; return its error lines if it failed, None if it succeeded."""
     try:
         process = subprocess.run(

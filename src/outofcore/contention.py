@@ -1,6 +1,6 @@
 """Simulate how concurrent copies slow each other and ops.
 
-Copies in both directions lose the share of their speeds in ``Home.lost``; ops are slowed by the sum of
+Copies in both directions lose the share of their speeds in ``Home.lost_share``; ops are slowed by the sum of
 ``compute_slowdown``. Copies to different homes are independent, and collectives have no contention.
 """
 
@@ -81,7 +81,7 @@ def _slowdown_factors(
             factor = 1.0
         else:
             opposite = Queue.COPY_IN if queue is Queue.COPY_OUT else Queue.COPY_OUT
-            lost = homes[home].lost(out=queue is Queue.COPY_OUT) if (opposite, home) in running else 0.0
+            lost = homes[home].lost_share(out=queue is Queue.COPY_OUT) if (opposite, home) in running else 0.0
             factor = 1.0 / (1.0 - lost)
         factors.append((numbers[lane], factor))
     return factors

@@ -33,7 +33,7 @@ class Home:
     contention_out: float = 0.5
     busy: int = field(default=0, repr=False)
 
-    def lost(self, *, out: bool) -> float:
+    def lost_share(self, *, out: bool) -> float:
         """Return the share of speed that copies lose to concurrent copies in the other direction."""
         return self.contention * (self.contention_out if out else 1 - self.contention_out)
 

@@ -120,10 +120,12 @@ def read_graph(path: Path) -> GraphFile:
         if total > limit:
             unit = "bytes" if field == "storages" else "seconds"
             refuse(path, f"$.{field}", f"have {total:g} {unit} in total; at most {limit:g} can be planned")
-    ops = tuple(_op(path, number, op, keys) for number, op in enumerate(file.ops))
+    ops = tuple(_convert_op(path, number, op, keys) for number, op in enumerate(file.ops))
     created = {storage for op in ops for storage in op.creates}
     graph = StepGraph(
-        tuple(_storage(path, number, storage, number in created) for number, storage in enumerate(file.storages)),
+        tuple(
+            _convert_storage(path, number, storage, number in created) for number, storage in enumerate(file.storages)
+        ),
         ops,
         _numbers(path, "$.outputs", file.outputs, keys),
     )
@@ -139,7 +141,7 @@ def read_graph(path: Path) -> GraphFile:
     return GraphFile(graph, costs, tuple(keys))
 
 
-def _storage(path: Path, number: int, storage: _StorageEntry, created: bool) -> Storage:
+def _convert_storage(path: Path, number: int, storage: _StorageEntry, created: bool) -> Storage:
     """Convert an entry of a graph file to a storage; raise ``GraphError`` for a constant that an op creates."""
     kind = storage.kind
     if created and kind is StorageKind.CONSTANT:
@@ -156,7 +158,7 @@ def _default_name(key: int | str) -> str:
     return key if isinstance(key, str) else ""
 
 
-def _op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) -> Op:
+def _convert_op(path: Path, number: int, op: _OpEntry, keys: Mapping[int | str, int]) -> Op:
     """Convert an entry of a graph file to an op, with the numbers of its storages instead of their ids."""
 
     def storages(field: str, named: Sequence[int | str]) -> tuple[int, ...]:

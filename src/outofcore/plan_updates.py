@@ -15,7 +15,7 @@ from dataclasses import replace
 from outofcore.analysis import placed_bytes
 from outofcore.background import BackgroundPlanner, PlanResult, plan_job
 from outofcore.errors import ArenaError, BudgetError, SpillError, ValidationError
-from outofcore.execution.backend import restate_for_budget
+from outofcore.execution.backend import add_smallest_budget
 from outofcore.execution.runner import Runner
 from outofcore.known_steps import KnownStep, KnownSteps
 from outofcore.peers import Peers
@@ -24,8 +24,8 @@ from outofcore.planned_step import (
     job_of,
     plan,
     select_grown_requests,
-    with_answer,
     with_new_requests,
+    with_planning_result,
 )
 from outofcore.planning.placement.requests import Requests
 from outofcore.planning.policy import quick_policy
@@ -68,7 +68,7 @@ class PlanUpdater:
         if entry.runner is None or timeline is None:
             return
         if self._peers is not None and self._peers.must_share_plan:
-            self._judge_shared_plan(entry, entry.runner, timeline, self._peers)
+            self._replace_wrong_shared_plan(entry, entry.runner, timeline, self._peers)
             return
         if self.record_surges(entry):
             return  # the next call plans for them
@@ -121,16 +121,16 @@ class PlanUpdater:
         ):
             self._adopt_plan(entry, entry.watch, answer)
 
-    def _adopt_plan(self, entry: KnownStep, watch: PlanWatch, answer: PlanResult) -> None:
+    def _adopt_plan(self, entry: KnownStep, watch: PlanWatch, result: PlanResult) -> None:
         """Adopt the plan that a planning job returned, or keep the old plan with a corrected prediction."""
         before, begin = entry.step, self._clock()
-        new_step = with_answer(before, answer, watch.step_seconds, self._stores)
+        new_step = with_planning_result(before, result, watch.step_seconds, self._stores)
         if new_step is None:
             entry.watch = watch.keep_plan()
             return
         self._store_measurements(before, new_step, None)
         predicted = new_step.planned.timeline.step_seconds
-        if not answer.is_new:
+        if not result.is_new:
             entry.step, entry.watch = new_step, watch.keep_plan(predicted)
             if entry is self._steps.active:
                 self._steps.last_step = new_step
@@ -141,7 +141,7 @@ class PlanUpdater:
             self._steps.activate(entry)
         entry.watch = watch.record_exchange(predicted, self._clock() - begin)
 
-    def _judge_shared_plan(self, entry: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
+    def _replace_wrong_shared_plan(self, entry: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
         """Replace the plan of all processes, once, if steps measured in rank 0 show that it was wrong."""
         if entry.is_judged:
             return
@@ -226,11 +226,11 @@ class PlanUpdater:
             grown = select_grown_requests(step, requests)
             if grown or has_own_surges:
                 entry.unplanned_step = with_new_requests(step, grown)
-                self._plan_again(entry, entry.unplanned_step)
+                self._plan_for_requests(entry, entry.unplanned_step)
         if must_grow and entry.refusal is not None:
             raise TooSmallError(entry.refusal)
 
-    def _plan_again(self, entry: KnownStep, step: PlannedStep) -> None:
+    def _plan_for_requests(self, entry: KnownStep, step: PlannedStep) -> None:
         """Plan a step again by a quick search; if that fails, keep the plan and set ``entry.refusal``."""
         before = entry.step
         if before.has_evictions:
@@ -254,7 +254,7 @@ class PlanUpdater:
     def _refusal_for_user(self, step: PlannedStep, error: Exception) -> BudgetError:
         """Return the reason why planning failed, as an error about the budget that the user named."""
         if isinstance(error, BudgetError):
-            return restate_for_budget(error, self._budget, step.budget)
+            return add_smallest_budget(error, self._budget, step.budget)
         return BudgetError(f"no plan has room for an op that requests more memory than measured: {error}")
 
     def explain_refusal(self, entry: KnownStep, error: ArenaError) -> Exception:

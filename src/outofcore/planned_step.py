@@ -152,7 +152,7 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
     return PlanJob(step.graph, step.costs, step.budget, policy, running)
 
 
-def with_answer(
+def with_planning_result(
     step: PlannedStep, result: PlanResult, measured_seconds: float, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
     """Return the step with the plan of a finished planning job; None if the job failed or a home is too small."""

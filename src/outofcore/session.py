@@ -454,7 +454,9 @@ class Session:
                 peers.failure = self.torn
             if self._recover("undone", runner.undo, error):
                 self.torn, self.outcome = "", CallOutcome.UNDONE if peers is None else CallOutcome.UNDONE_ALONE
-            elif peers is None and self._recover("stopped", runner.stop, error):  # peers would be a step ahead
+            elif peers is None and self._recover(
+                "stopped", runner.finish_like_pytorch, error
+            ):  # peers would be a step ahead
                 self.torn, self.outcome = "", CallOutcome.STOPPED
             raise
         return result

@@ -37,9 +37,9 @@ def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
     """
     try:
         # Waits of a valid program point backwards, so program order is a valid evaluation order.
-        timeline = _times(graph, costs, program, range(len(program.instructions)))
+        timeline = _simulate_in_order(graph, costs, program, range(len(program.instructions)))
     except _ForwardWaitError:
-        timeline = _times(graph, costs, program, _runnable_order(program))
+        timeline = _simulate_in_order(graph, costs, program, _runnable_order(program))
     if any(home.contention or home.compute_slowdown for home in costs.homes):
         return apply_contention(program, timeline, costs.homes)
     return timeline
@@ -49,7 +49,7 @@ class _ForwardWaitError(Exception):
     """An instruction waits for a later one in the evaluation order."""
 
 
-def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
+def _simulate_in_order(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
     """Simulate instructions in an order, without contention; raise ``_ForwardWaitError`` if the order is wrong."""
     # Planners spend most of their time in this loop: it uses locals and identity tests, and hashes no enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
@@ -221,7 +221,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
     end of its last one, so a valid, placed program never exceeds ``arena_bytes``.
     """
     changes: dict[float, int] = {0.0: 0}
-    for block, stays in zip(program.blocks, _stays(program, timeline), strict=True):
+    for block, stays in zip(program.blocks, _memory_spans(program, timeline), strict=True):
         for begin, end in stays:
             changes[begin] = changes.get(begin, 0) + block.bytes
             changes[end] = changes.get(end, 0) - block.bytes
@@ -236,7 +236,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
     return levels
 
 
-def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
+def _memory_spans(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
     """Return up to two time spans in which each block holds memory; an infinite end is after the step."""
     infinity = float("inf")
     # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.

@@ -13,7 +13,7 @@ from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.step import steady_state_gradients
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError, GraphError
-from outofcore.execution.backend import restate_for_budget, room_for_arena
+from outofcore.execution.backend import add_smallest_budget, room_for_arena
 from outofcore.execution.interrupts import DeferredSignals
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.planned_step import PlannedStep, check_spill, plan
@@ -136,7 +136,7 @@ class StepPlanner:
         try:
             step = choose_variant(plans, room)
         except BudgetError as refusal:
-            raise restate_for_budget(refusal, self.budget, room) from None
+            raise add_smallest_budget(refusal, self.budget, room) from None
         if not key:
             return step
         # Workspaces matter only if ops are split.

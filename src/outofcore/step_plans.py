@@ -65,7 +65,7 @@ class StoredPlan:
 
         Raises ``ValidationError`` for an invalid plan, ``GraphError`` if ops now need other scratch memory.
         """
-        if self._file.needs != _needs(costs):
+        if self._file.needs != _scratch_bytes_by_op(costs):
             raise GraphError(f"{self._path}: ops need other scratch memory than when the plan was made")
         plan = plan_of(self._file.plan, range(len(graph.storages)), self._path)
         validate(graph, plan.program, budget, costs)
@@ -107,7 +107,7 @@ class StepPlans:
 
         The stored plan must be for the same scratch memory, and not be made on a busier machine than the new one.
         """
-        needs, is_busy = _needs(costs), costs.is_busy
+        needs, is_busy = _scratch_bytes_by_op(costs), costs.is_busy
 
         def is_better(file: _PlanRecord, _: Path) -> bool:
             return not file.is_quick and file.needs == needs and (is_busy or not file.is_busy)
@@ -120,5 +120,5 @@ class StepPlans:
         self._store.save(choice.key, file)
 
 
-def _needs(costs: Costs) -> tuple[int, ...]:
+def _scratch_bytes_by_op(costs: Costs) -> tuple[int, ...]:
     return tuple(cost.workspace_bytes for cost in costs.ops)

@@ -60,7 +60,7 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
             at = instruction.home
             lost = 0.0
             if at in both:
-                lost = homes[at].lost(out=isinstance(instruction, CopyOut)) * both[at].within(start, end)
+                lost = homes[at].lost_share(out=isinstance(instruction, CopyOut)) * both[at].within(start, end)
         alone.append(end - start - lost)
         copies.append(concurrent / (end - start) if end > start else 0.0)
     return StepTimes(tuple(end - start for start, end in spans), tuple(alone), tuple(copies))

@@ -7,8 +7,8 @@ All variants compute the same bits; they differ in memory and time:
     LOWEST_MEMORY   the same with each update on its own               the least memory with whole ops
     ... split       each op that needs more than ``op_bytes`` in smaller ops
 
-``ladder`` lists them in the order of trial; the first with a plan is chosen. A step that waits much for copies is then
-tried with split ops as well. Later calls, which may start with gradients of the first, must also fit.
+``variants_to_try`` lists them in the order of trial; the first with a plan is chosen. A step that waits much for copies
+is then tried with split ops as well. Later calls, which may start with gradients of the first, must also fit.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def choose_variant(step: VariantPlanner[P], room: int) -> P:
     Raises ``BudgetError``, with the smallest budget of any variant, if the first call or later calls do not fit.
     """
     refusals: list[tuple[Variant, BudgetError]] = []
-    for variant in ladder(step, room, refusals):
+    for variant in variants_to_try(step, room, refusals):
         try:
             planned = step.plan(variant)
         except BudgetError as refusal:
@@ -159,7 +159,7 @@ def choose_variant(step: VariantPlanner[P], room: int) -> P:
     raise step.later_refusal(variant, refusal) or refusal
 
 
-def ladder(step: VariantPlanner[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
+def variants_to_try(step: VariantPlanner[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
     """Yield the variants in the order in which to try them; the caller adds the failed ones to ``refusals``."""
     if step.may_stay:
         yield FUSED

@@ -196,7 +196,7 @@ def test_repeated_ctrl_c_waits_for_updates_in_progress(times: int, monkeypatch: 
     plain, plain_model, plain_optimizers = make_case("in backward")
     step, model, optimizers = make_case("in backward")
     noted, calls = threading.Semaphore(0), []
-    note, update = DeferredSignals._note, BoundUpdate.__call__
+    note, update = DeferredSignals._defer_or_handle, BoundUpdate.__call__
 
     def note_and_signal(self: DeferredSignals, *args: Any) -> None:
         noted.release()
@@ -213,7 +213,7 @@ def test_repeated_ctrl_c_waits_for_updates_in_progress(times: int, monkeypatch: 
     with outofcore.compile(step, model, optimizers, budget=smallest("in backward"), cache=False) as compiled:
         assert torch.equal(compiled(*make_inputs(0)), plain(*make_inputs(0)))
         with monkeypatch.context() as patch:
-            patch.setattr(DeferredSignals, "_note", note_and_signal)
+            patch.setattr(DeferredSignals, "_defer_or_handle", note_and_signal)
             patch.setattr(BoundUpdate, "__call__", interrupting)
             with pytest.raises(KeyboardInterrupt) as caught:
                 compiled(*make_inputs(1))

@@ -260,12 +260,12 @@ def test_full_check_reads_back_from_disk(tmp_path: Path) -> None:
     source = memoryview(bytearray(os.urandom(3 * MIB)))
     offset = home.reserve(3 * MIB)
     home.write(offset, source)
-    home.read_back(offset)
+    home.check_last_write(offset)
     ByteStore.write(home, offset + 2 * MIB, memoryview(os.urandom(PAGE_BYTES)))
     with pytest.raises(TransferError, match="checksum"):
-        home.read_back(offset)
+        home.check_last_write(offset)
     home.start()
-    home.read_back(offset)
+    home.check_last_write(offset)
 
 
 def test_truncated_spill_file_is_detected(smallest: int, tmp_path: Path) -> None:

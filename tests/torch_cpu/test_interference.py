@@ -96,7 +96,7 @@ def test_ctrl_c_in_a_step_finishes_or_undoes_the_step(
     step = ours[2]
     before = contents(ours[0], ours[1])
     sent, notes = [], threading.Semaphore(0)
-    note = DeferredSignals._note
+    note = DeferredSignals._defer_or_handle
 
     def note_and_release(self: DeferredSignals, *args: Any) -> None:
         notes.release()
@@ -109,7 +109,7 @@ def test_ctrl_c_in_a_step_finishes_or_undoes_the_step(
             assert notes.acquire(timeout=60)
 
     with monkeypatch.context() as patch, act_before_op(patch, 1, interrupt):
-        patch.setattr(DeferredSignals, "_note", note_and_release)
+        patch.setattr(DeferredSignals, "_defer_or_handle", note_and_release)
         torch.manual_seed(9)
         with pytest.raises(KeyboardInterrupt) as caught:
             step(batch(9))

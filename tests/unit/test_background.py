@@ -91,7 +91,7 @@ def test_serve_ends_without_jobs() -> None:
         pickle.dump(JOB, job_file)
         job_file.seek(0)
         background._send_files(ours, job_file, answer)
-        background.serve(theirs, 0.01)
+        background.serve_jobs(theirs, 0.01)
         assert ours.recv(1)
         answer.seek(0)
         assert pickle.load(answer).planned == plan_job(JOB).planned

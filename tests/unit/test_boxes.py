@@ -63,7 +63,7 @@ def test_slice_is_where_numpy_has_it(pair: tuple[Any, Any], data: st.DataObject)
     run = Axes.lines_of_dims(place, (dim, dim + 1))
     assert run is not None
     axes = Axes(lines, tuple(sorted({0, run[0]})))
-    grain = axes.cut_divisor(place, (dim, dim + 1))
+    grain = axes.cut_unit(place, (dim, dim + 1))
     assert grain is not None
     low = data.draw(st.integers(0, view.shape[dim] // grain - 1)) * grain
     high = data.draw(st.integers(low // grain + 1, view.shape[dim] // grain)) * grain
@@ -118,6 +118,6 @@ def test_merged_dimension_is_cut_at_the_inner_boundary(grain: int) -> None:
     place = place_window(lines, TensorWindow((24,), (1,)))
     assert place is not None
     axes = Axes(lines, (0,) if grain == 1 else (0, 1))
-    assert axes.cut_divisor(place, (0, 1)) == grain
+    assert axes.cut_unit(place, (0, 1)) == grain
     assert axes.box_of_part(place, (0, 1), 8, 12) == (((8, 12),) if grain == 1 else ((2, 3), (0, 4)))
     assert (axes.box_of_part(place, (0, 1), 3, 5) is None) == (grain == 4)

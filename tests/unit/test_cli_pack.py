@@ -207,7 +207,7 @@ def test_damaged_file_is_refused_or_placed(data: st.DataObject) -> None:
         Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
         for r, offset in zip(table.rectangles, placement.offsets, strict=True)
     )
-    assert checked_height(table.text(placement.offsets), placement.height) == placement.height
+    assert checked_height(table.text_with_offsets(placement.offsets), placement.height) == placement.height
 
 
 def test_missing_compiler_error_names_the_remedy(example: Path, tmp_path: Path) -> None:

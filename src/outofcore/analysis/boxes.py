@@ -130,7 +130,7 @@ class Axes:
             joined.append((start, start + length))
         return tuple(joined)
 
-    def cut_divisor(self, window: PlacedWindow, dims: Interval) -> int | None:
+    def cut_unit(self, window: PlacedWindow, dims: Interval) -> int | None:
         """Return the unit of cut positions along a window's merged ``dims``; None if it cannot be cut along them."""
         run = self.lines_of_dims(window, dims)
         if run is None:

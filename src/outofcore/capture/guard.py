@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from outofcore.capture.effects import Effect, PositionSource, ReachableState, SavedContainer, contains_fake, effect_of
-from outofcore.capture.provenance import definition_line, join, module_paths, prefix, setting_line
+from outofcore.capture.provenance import assignment_line, definition_line, join, module_paths, prefix
 from outofcore.capture.tables import leaves_in
 from outofcore.errors import CaptureError, InputError
 
@@ -264,7 +264,7 @@ class Guard:
         functions = list(step_functions(self._step))
         if module is not None:
             functions += [value for kind in type(module).__mro__ for value in vars(kind).values()]
-        location = setting_line(name, functions) or source_line or definition_line(next(iter(functions), None))
+        location = assignment_line(name, functions) or source_line or definition_line(next(iter(functions), None))
         return CaptureError(f"{location}: {text}" if location else text, location)
 
 

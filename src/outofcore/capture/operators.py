@@ -384,13 +384,15 @@ def _correct_generator_device(arguments: Arguments, results: list[Any]) -> list[
     """Correct the device of the generator state that efficient attention returns for its backward pass."""
     # Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
     # ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
-    device = torch.device("cpu") if arguments.get("dropout_p") else _device_without_dropout(arguments["query"].device)
+    device = (
+        torch.device("cpu") if arguments.get("dropout_p") else _seed_device_without_dropout(arguments["query"].device)
+    )
     results[2:4] = [torch.empty((), dtype=torch.int64, device=device) for _ in results[2:4]]
     return results
 
 
 @functools.lru_cache(maxsize=16)
-def _device_without_dropout(device: torch.device) -> torch.device:
+def _seed_device_without_dropout(device: torch.device) -> torch.device:
     """Return the device where efficient attention without dropout creates its random seed."""
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -145,7 +145,7 @@ def user_frames(traceback: TracebackType | None) -> TracebackType | None:
     return TracebackType(inner, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
-def setting_line(name: str, functions: Iterable[Any]) -> str:
+def assignment_line(name: str, functions: Iterable[Any]) -> str:
     """Return ``file:line`` where functions first assign ``name``; without an assignment, where they use it."""
     first_use = ""
     for code in [code for function in functions for code in codes_of(function)]:

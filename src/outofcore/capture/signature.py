@@ -119,7 +119,7 @@ class Signer:
         parameters = self._parameters
         gradients = list(map(_GRAD, parameters))
         return Signature(
-            tuple([self._leaf(leaf) for leaf in leaves]),
+            tuple([self._facts_of_leaf(leaf) for leaf in leaves]),
             spec if _is_hashable(spec) else repr(spec),
             self._number,
             tuple(map(_TRAINING, self._modules)),
@@ -157,7 +157,7 @@ class Signer:
         plain = leaf.__class__ is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
         return plain and not leaf.is_conj() and not leaf.is_neg() and leaf.data_ptr() != 0
 
-    def _leaf(self, leaf: Any) -> Any:
+    def _facts_of_leaf(self, leaf: Any) -> Any:
         """Return the facts of an argument that belong to a signature, such as a shape or a constant's value."""
         if isinstance(leaf, torch.Tensor):
             return (

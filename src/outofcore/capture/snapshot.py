@@ -266,7 +266,7 @@ class _ValueWalk:
 
     def run(self) -> None:
         """Search all queued values, and then each function that has run but was not found among them."""
-        self._drain()
+        self._search_queued()
         # Functions that have run but were not found, since their owners are outside of the step.
         inner = {id(c) for code, _, _ in self._codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
         unfound = [
@@ -280,9 +280,9 @@ class _ValueWalk:
         for function in gc.get_referrers(*unfound) if unfound else ():
             if isinstance(function, types.FunctionType):
                 self.enqueue(function, function.__qualname__)
-        self._drain()
+        self._search_queued()
 
-    def _drain(self) -> None:
+    def _search_queued(self) -> None:
         """Search queued values until the queue is empty or the limit on entries is reached."""
         while self._stack and len(self.entries) < _MOST.entries:
             value, label, named = self._stack.pop()

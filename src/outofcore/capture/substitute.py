@@ -127,7 +127,7 @@ class Substitute(TorchFunctionMode):
             # Many of them trace their functions to prepare gradients, so this check comes first.
             raise self._record_refusal(higher_order_refusal(func.name(), self._module()))
         if args and id(args[0]) in self._counts:
-            answer = self._answer_count(name, args)
+            answer = self._track_average_count(name, args)
             if answer is not None:
                 return answer
         try:
@@ -167,7 +167,7 @@ class Substitute(TorchFunctionMode):
             result = func(value, *args[1:], **kwargs)
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
-    def _answer_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
+    def _track_average_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
         """Track changes of an ``n_averaged`` count, and answer its comparison with zero; None for other functions."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:

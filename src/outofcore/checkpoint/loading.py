@@ -29,7 +29,15 @@ from outofcore.checkpoint.contents import (
 )
 from outofcore.checkpoint.matching import check_fits
 from outofcore.checkpoint.saving import INDEX, generator_name, read_index
-from outofcore.checkpoint.tensor_files import Entry, InFile, TensorFile, allocate_buffer, fill, fill_range, read_header
+from outofcore.checkpoint.tensor_files import (
+    Entry,
+    InFile,
+    TensorFile,
+    allocate_buffer,
+    load_entry,
+    load_entry_range,
+    read_header,
+)
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import HomeTensors
 from outofcore.units import format_bytes
@@ -312,13 +320,13 @@ class Checkpoint:
                 if target is None:
                     crc32 = _checksum(source, entry.begin, entry.end, buffer, crc32)
                 elif shard is not None and shard.is_row_major:
-                    crc32 = fill_range(target, shard.start, entry, source, home_tensors, buffer, crc32)
+                    crc32 = load_entry_range(target, shard.start, entry, source, home_tensors, buffer, crc32)
                 elif shard is not None and self._shards is not None:
                     whole = torch.empty(shard.shape, dtype=target.dtype)
-                    crc32 = fill(whole, entry, source, None, buffer, crc32)
+                    crc32 = load_entry(whole, entry, source, None, buffer, crc32)
                     target.copy_(self._shards.range_of(shard, whole))
                 else:
-                    crc32 = fill(target, entry, source, home_tensors, buffer, crc32)
+                    crc32 = load_entry(target, entry, source, home_tensors, buffer, crc32)
         if crc32 != saved_crc32:
             raise TransferError(
                 f"{file.path} is not as it was saved: its checksum is {crc32:08x}, and {saved_crc32:08x} was saved; "

@@ -41,7 +41,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     }
     missing = sorted(name for name in unmatched_meta.values() if name in saved)
     unmatched = sorted(weights.names - named.keys())
-    advice = _advice(unmatched, missing)
+    advice = _advise_on_names(unmatched, missing)
     if not matched:
         raise InputError(
             f"no name in {path} is also in the model: the file has {format_names(unmatched)}, and the model has "
@@ -82,7 +82,7 @@ def format_names(names: Collection[str]) -> str:
     return first if len(names) <= _MAX_NAMES else f"{first} and {len(names) - _MAX_NAMES} more"
 
 
-def _advice(file_names: Collection[str], model_names: Collection[str]) -> str:
+def _advise_on_names(file_names: Collection[str], model_names: Collection[str]) -> str:
     """Return advice for names that differ only by a prefix or a wrapper's addition; otherwise an empty text."""
     prefix = _common_prefix(file_names, set(model_names))
     if prefix:

@@ -112,7 +112,7 @@ def _collect_state(
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
     """Collect the tensors of each file, and the JSON index; ``omitted`` are the ids of tensors to leave out."""
 
-    def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
+    def wrap_if_sharded(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
         """Wrap a sharded parameter's tensor, such as its gradient, in a ``ShardRange``; return others unchanged."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
@@ -129,7 +129,7 @@ def _collect_state(
         contents = collect_contents(model)
         stem = "model" if len(models) == 1 else f"model{number}"
         files[stem] = [
-            (n, part_of(tensor, tensor)) for n, tensor in contents.tensors.items() if id(tensor) not in omitted
+            (n, wrap_if_sharded(tensor, tensor)) for n, tensor in contents.tensors.items() if id(tensor) not in omitted
         ]
         left_out = {n: OmittedParameter.of(tensor) for n, tensor in contents.tensors.items() if id(tensor) in omitted}
         _check_devices(number, [*files[stem], *contents.non_persistent.items()])
@@ -139,11 +139,11 @@ def _collect_state(
             shard = None if shards is None else shards.shard_of(tensor)
             gradient = (tensor if shard is None else shard.own_range).grad if tensor.is_leaf else None
             if gradient is not None:
-                training.append((f"gradient.{number}.{name}", part_of(tensor, gradient)))
+                training.append((f"gradient.{number}.{name}", wrap_if_sharded(tensor, gradient)))
     model_ids = model_parameter_ids(models)
     saved_optimizers: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        training += _optimizer_tensors(number, optimizer, model_ids, part_of)
+        training += _optimizer_tensors(number, optimizer, model_ids, wrap_if_sharded)
         saved_optimizers.append({"groups": plain_settings(optimizer), "state": plain_state(optimizer)})
     files["training"] = [*training, *generator_tensors()]
     index = {
@@ -268,7 +268,7 @@ def generator_name(rank: int) -> str:
 
 
 def _optimizer_tensors(
-    number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | ShardRange]
+    number: int, optimizer: Optimizer, model_ids: set[int], wrap_if_sharded: Callable[..., torch.Tensor | ShardRange]
 ) -> NamedTensors:
     """Return an optimizer's tensors by name in the file: settings, state, and parameters that no model has."""
     named: NamedTensors = []
@@ -280,10 +280,10 @@ def _optimizer_tensors(
         ]
     for place, parameter in enumerate(parameters_of(optimizer)):
         if id(parameter) not in model_ids:
-            named.append((f"optimizer.{number}.parameter.{place}", part_of(parameter, parameter)))
+            named.append((f"optimizer.{number}.parameter.{place}", wrap_if_sharded(parameter, parameter)))
         entries = optimizer.state.get(parameter, {})
         named += [
-            (f"optimizer.{number}.state.{place}.{name}", part_of(parameter, value))
+            (f"optimizer.{number}.state.{place}.{name}", wrap_if_sharded(parameter, value))
             for name, value in entries.items()
             if isinstance(value, torch.Tensor)
         ]

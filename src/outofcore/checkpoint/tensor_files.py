@@ -291,7 +291,7 @@ def append_tensor(tensor: torch.Tensor, out: OutFile, home_tensors: HomeTensors 
             _drop_cache(tensor, home_tensors)
 
 
-def fill(
+def load_entry(
     tensor: torch.Tensor,
     entry: Entry,
     source: InFile,
@@ -328,7 +328,7 @@ def fill(
     return crc32
 
 
-def fill_range(
+def load_entry_range(
     tensor: torch.Tensor,
     start: int,
     entry: Entry,
@@ -363,7 +363,7 @@ def _row_major_slot(
         and tensor.storage_offset() == 0
         and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     )
-    slot = None if home_tensors is None else home_tensors.slot_of(tensor, to_write=to_write)
+    slot = None if home_tensors is None else home_tensors.find_accessible_slot(tensor, to_write=to_write)
     return slot if whole else None
 
 
@@ -442,4 +442,4 @@ class Weights:
         for path, items in by_path.items():
             with InFile(path) as source:
                 for entry, tensor in sorted(items, key=lambda item: item[0].begin):
-                    fill(tensor, entry, source, home_tensors, buffer)
+                    load_entry(tensor, entry, source, home_tensors, buffer)

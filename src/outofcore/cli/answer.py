@@ -46,9 +46,9 @@ Printer = Callable[[str], None]
 
 
 @contextmanager
-def answer_printer(*, alone: bool) -> Generator[Printer]:
+def answer_printer(*, answers_only: bool) -> Generator[Printer]:
     """Yield a function that prints answers; with ``alone``, all other output goes to stderr."""
-    if not alone:
+    if not answers_only:
         yield print
         return
     answers: list[str] = []
@@ -185,7 +185,7 @@ def print_plan(subject: Subject, budget: int | None, policy: str, options: Answe
                 tell=tell,
             )
     if options.as_json:
-        content = _answer_content(whole_subject, result, bound)
+        content = _plan_json_fields(whole_subject, result, bound)
         if forecast is not None:
             content |= {
                 "lossless_budget": forecast.lossless_budget,
@@ -193,20 +193,20 @@ def print_plan(subject: Subject, budget: int | None, policy: str, options: Answe
             }
         printer(json.dumps(content, indent=2))
     else:
-        printer(_answer_text(whole_subject, result, bound, forecast))
+        printer(_plan_text(whole_subject, result, bound, forecast))
     return result is None or result.planned is not None
 
 
-def _answer_content(
+def _plan_json_fields(
     subject: Subject, result: PolicyResult | None, lower_bound_seconds: float | None
 ) -> dict[str, object]:
     report = None if result is None else result.report
-    content = _step_content(subject) | {
+    content = _step_json_fields(subject) | {
         "policy": None if result is None else result.policy,
         "budget": None if result is None else result.budget,
         "feasible": None if result is None else report is not None,
         "fits": None if result is None else report is not None,
-        **_figures_content(subject, result),
+        **_figures_json_fields(subject, result),
         "lower_bound_seconds": lower_bound_seconds,
         "plan_seconds": None if result is None else result.plan_seconds,
     }
@@ -218,7 +218,7 @@ def _answer_content(
     return content
 
 
-def _step_content(subject: Subject) -> dict[str, object]:
+def _step_json_fields(subject: Subject) -> dict[str, object]:
     return {
         "workload": subject.title,
         "simulated": subject.simulated or None,
@@ -230,7 +230,7 @@ def _step_content(subject: Subject) -> dict[str, object]:
     }
 
 
-def _figures_content(subject: Subject, result: PolicyResult | None) -> dict[str, object]:
+def _figures_json_fields(subject: Subject, result: PolicyResult | None) -> dict[str, object]:
     report = None if result is None else result.report
     return {
         "predicted_step_seconds": report and report.seconds,
@@ -242,7 +242,7 @@ def _figures_content(subject: Subject, result: PolicyResult | None) -> dict[str,
     }
 
 
-def _answer_text(
+def _plan_text(
     subject: Subject,
     result: PolicyResult | None,
     lower_bound_seconds: float | None,
@@ -319,14 +319,14 @@ def print_comparison(subject: Subject, budgets: Sequence[int], options: AnswerOp
     if options.picture is not None:
         _write_sweep_page(subject, results, options.picture)
     if options.as_json:
-        content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in results]}
+        content = _step_json_fields(subject) | {"cells": [_comparison_json_fields(subject, cell) for cell in results]}
         printer(json.dumps(content, indent=2))
     else:
-        printer((_sweep_text if options.sweep else _compare_text)(subject, named, results))
+        printer((_sweep_table if options.sweep else _comparison_tables)(subject, named, results))
     return any(result.planned is not None for _, result in results)
 
 
-def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], results: Sequence[Cell]) -> str:
+def _comparison_tables(subject: Subject, budgets: Sequence[tuple[str, int]], results: Sequence[Cell]) -> str:
     compute_seconds = subject.costs.compute_seconds
     lines = _heading_lines(subject)
     head = ("policy", "fits", "step", "slowdown", "evicted", "fetched", "recompute", "peak", "planning")
@@ -360,7 +360,7 @@ def _figure_texts(subject: Subject, result: PolicyResult, compute_seconds: float
     )
 
 
-def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], results: Sequence[Cell]) -> str:
+def _sweep_table(subject: Subject, budgets: Sequence[tuple[str, int]], results: Sequence[Cell]) -> str:
     times = {(result.policy, result.budget): result.report for _, result in results}
     rows: list[tuple[str, ...]] = [("budget", *POLICIES)]
     for label, budget in budgets:
@@ -383,7 +383,7 @@ def _title_lines(subject: Subject) -> list[str]:
     return [subject.title, *notes, *([NOTE] if subject.costs.is_busy else [])]
 
 
-def _cell_content(subject: Subject, labelled_result: Cell) -> dict[str, object]:
+def _comparison_json_fields(subject: Subject, labelled_result: Cell) -> dict[str, object]:
     label, result = labelled_result
     report = result.report
     return {
@@ -392,7 +392,7 @@ def _cell_content(subject: Subject, labelled_result: Cell) -> dict[str, object]:
         "policy": result.policy,
         "feasible": report is not None,
         "plan_seconds": result.plan_seconds,
-        **({} if report is None else _figures_content(subject, result)),
+        **({} if report is None else _figures_json_fields(subject, result)),
     }
 
 

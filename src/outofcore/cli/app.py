@@ -118,7 +118,7 @@ def plan(
     sharers.check(graph)
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     kind = None if model is None else classify_target(model)
-    with answer.answer_printer(alone=answers.as_json) as printer:
+    with answer.answer_printer(answers_only=answers.as_json) as printer:
         if model is not None and kind is TargetKind.CONFIG:
             answers.refuse_for_config(places, sharers)
             zoo.refuse("a model's config.json", but=frozenset({"optimizer", "amp", "clip", "seed"}))

@@ -164,7 +164,7 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
     """Describe a model's quantised weights, e.g. as "quantization_config (gptq, 4 bits)"; else return ""."""
     for name, value in content.items():
         if name in QUANTISED and value:
-            return f"{name} ({_quantization_text(value)})"
+            return f"{name} ({_quantisation_text(value)})"
         if isinstance(value, dict) and name.endswith("_config"):
             inner = quantisation_of(cast("dict[str, Any]", value))
             if inner:
@@ -172,7 +172,7 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
     return ""
 
 
-def _quantization_text(config_value: Any) -> str:
+def _quantisation_text(config_value: Any) -> str:
     if not isinstance(config_value, dict):
         return str(config_value)
     settings = cast("dict[str, Any]", config_value)

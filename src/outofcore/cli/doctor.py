@@ -40,7 +40,7 @@ class Finding:
 def doctor(home: str, cache: Path | None) -> bool:
     """Check the installation: print a line for each check, and a summary. Return whether everything works."""
     problems: dict[str, None] = {}
-    for finding in _findings(home, cache):
+    for finding in _run_checks(home, cache):
         print(finding, flush=True)
         if finding.result is CheckStatus.PROBLEM:
             problems[finding.name] = None
@@ -49,7 +49,7 @@ def doctor(home: str, cache: Path | None) -> bool:
     return not problems
 
 
-def _findings(home: str, cache: Path | None) -> Iterator[Finding]:
+def _run_checks(home: str, cache: Path | None) -> Iterator[Finding]:
     machine = this_machine()
     versions = f"{outofcore.__version__}, Python {machine.python}, {machine.kernel}"
     yield Finding(CheckStatus.OK, "outofcore", versions)

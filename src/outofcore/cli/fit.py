@@ -136,7 +136,7 @@ class Captures:
     """Captures steps of one model configuration with costs for a device, once for each ``Training``.
 
     A step is derived from a capture with only ``KEPT_BLOCKS`` blocks of equal layers. The first such step is checked
-    against a capture with one block less. If they differ, or ``repeats`` is False, all layers are captured.
+    against a capture with one block less. If they differ, or ``derives_steps`` is False, all layers are captured.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Captures:
         self._repeats = repeats
 
     @property
-    def repeats(self) -> bool:
+    def derives_steps(self) -> bool:
         return bool(self._repeats)
 
     def capture(self, training: Training) -> tuple[StepGraph, Costs]:
@@ -171,7 +171,7 @@ class Captures:
             self._smallest[training] = planning.smallest_budget(*self.capture(training))
         return self._smallest[training]
 
-    def is_placed(self, training: Training, memory: int) -> bool:
+    def has_plan(self, training: Training, memory: int) -> bool:
         """Return whether the policy "offload-all" finds a plan for the step within ``memory`` bytes."""
         if (training, memory) not in self._placed:
             graph, costs = self.capture(training)
@@ -238,7 +238,7 @@ class Captures:
 def fit(
     model_config: ModelConfig,
     training: Training,
-    card: Device | None,
+    target_device: Device | None,
     budgets: tuple[int, ...],
     policy: PolicyLike,
     tell: ProgressCallback,
@@ -246,7 +246,7 @@ def fit(
 ) -> Fit:
     """Compute a model's memory needs, plans and largest sizes, and the effect of changes that save memory."""
     start = perf_counter()
-    captures = Captures(model_config, card or device("a100-80gb"), tell)
+    captures = Captures(model_config, target_device or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
     training = replace(training, sequence=training.sequence or sequence_length(model_config, training))
     step = configured_step(model_config, training)
@@ -258,12 +258,12 @@ def fit(
             f"{model_config.path}: a step of {model_config.model_class.__name__} has no ops; "
             "check the sizes in the file"
         )
-    memory = None if card is None else card.memory_bytes
+    memory = None if target_device is None else target_device.memory_bytes
     need = _step_need(graph, costs, memory)
     budgets_to_plan = (*budgets, *([] if memory is None else [memory]))
     bounds = {} if memory is None or need.bound_seconds is None else {memory: need.bound_seconds}
     plans = tuple(
-        _plan_figures(graph, costs, budget, policy, step.items, card, bounds)
+        _plan_figures(graph, costs, budget, policy, step.items, target_device, bounds)
         for budget in dict.fromkeys(budgets_to_plan)
     )
     for plan in plans:
@@ -279,7 +279,7 @@ def fit(
         batch = _SizeSearch(captures, training, BATCH_AXIS, limit).find(training.batch, need)
         tell("search for the largest that fits", 2, 2)
     changes = _predict_changes(captures, model_config, training, memory, tell)
-    if card is None:
+    if target_device is None:
         need = replace(need, compute_seconds=None, bound_seconds=None)
     return Fit(
         title=step.title,
@@ -287,7 +287,7 @@ def fit(
         items=step.items,
         parameters=step.parameters,
         trained=step.trained,
-        device=card,
+        device=target_device,
         need=need,
         plans=plans,
         longest=longest,
@@ -319,13 +319,13 @@ def _plan_figures(
     budget: int,
     policy: PolicyLike,
     items: float,
-    card: Device | None,
+    target_device: Device | None,
     bounds_by_budget: dict[int, float],
 ) -> PlanFigures:
     """Plan a step within a budget; return the plan's time and copies, or the reason why no plan fits."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy, params=QUICK_SEARCH)
-        if card is None:
+        if target_device is None:
             return PlanFigures(budget, True)
         bound = bounds_by_budget.get(budget) or _lower_bound(graph, costs, budget)
     except BudgetError as error:
@@ -354,24 +354,24 @@ class _SizeSearch:
         size = _search_count(
             self._smallest_budget, {current_size / axis.stride: current_need.smallest_budget}, memory, axis.max_strides
         )
-        method = "derived from equal layers" if self._captures.repeats else "captured whole"
+        method = "derived from equal layers" if self._captures.derives_steps else "captured whole"
         if not size:
             min_budget, reason = self._smallest_budget(1), f"the smallest size was {method} and does not fit"
             return Largest(0, axis.stride, False, min_budget, min_budget, False, reason)
-        placed = self._captures.is_placed(axis.training_at(self._training, size), memory)
+        placed = self._captures.has_plan(axis.training_at(self._training, size), memory)
         largest = Largest(size * axis.stride, axis.stride, False, self._smallest_budget(size), None, placed, "")
         if size == axis.max_strides:
             reason = "the model's own limit" if axis.is_models else "the search limit"
             return replace(largest, limit=True, certainty=f"{reason}, which fits the device")
         planned = "with a plan" if placed else "without a plan"
         certainty = f"{method}, {planned}; the next size does not fit"
-        in_core = self._in_core(current_size / axis.stride, current_need, size)
+        in_core = self._largest_in_core(current_size / axis.stride, current_need, size)
         in_core = None if in_core is None else in_core * axis.stride
         return replace(
             largest, next_smallest_budget=self._smallest_budget(size + 1), certainty=certainty, in_core=in_core
         )
 
-    def _in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
+    def _largest_in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
         """Estimate the largest size without evictions, in strides (the unit of the search); None if unknown."""
         if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
@@ -379,7 +379,7 @@ class _SizeSearch:
         if largest_need <= self._memory:
             return size
         points = {current_count: current_need.in_core_budget, float(size): largest_need}
-        crossing = _crossing(points, self._memory) if current_count != size else None
+        crossing = _interpolate_count(points, self._memory) if current_count != size else None
         return None if crossing is None else max(min(int(crossing), size), 0)
 
 
@@ -397,7 +397,7 @@ def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int],
         if high - low <= 1:
             break
         # Every fourth guess bisects, in case needs are not linear.
-        guess = _crossing(points, memory) if tries % 4 < 3 else None
+        guess = _interpolate_count(points, memory) if tries % 4 < 3 else None
         count = (low + high) // 2 if guess is None else int(guess)
         count = min(max(count, low + 1), high - 1)
         if fits(count):
@@ -414,7 +414,7 @@ def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int],
     return low
 
 
-def _crossing(points: dict[float, int], memory: int) -> float | None:
+def _interpolate_count(points: dict[float, int], memory: int) -> float | None:
     """Estimate the count that needs ``memory`` bytes, by a line through two points; None if it does not rise."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
@@ -517,9 +517,9 @@ def answer_text(result: Fit) -> str:
     for plan in result.plans:
         rows.append((f"within {format_bytes(plan.budget)}", _plan_text(result, plan)))
     if result.longest is not None:
-        rows.append(("longest sequence", _largest_text(result.longest, "tokens")))
+        rows.append(("longest sequence", _largest_size_text(result.longest, "tokens")))
     if result.batch is not None:
-        rows.append(("largest batch", _largest_text(result.batch, "samples")))
+        rows.append(("largest batch", _largest_size_text(result.batch, "samples")))
     parts = [result.title, *([result.warning] if result.warning else [])]
     if result.device is not None:
         parts.append(f"SIMULATED: {result.device.describe()}")
@@ -556,7 +556,7 @@ def _plan_text(result: Fit, plan: PlanFigures) -> str:
     return f"{verdict}: {format_seconds(plan.seconds)} per step{_rate_text(result, plan.seconds)}{bound_text}"
 
 
-def _largest_text(largest: Largest, unit: str) -> str:
+def _largest_size_text(largest: Largest, unit: str) -> str:
     if not largest.size:
         return f"none fits: {largest.certainty}"
     in_core_text = "" if largest.in_core is None else f"; nothing moves up to about {largest.in_core}"
@@ -583,7 +583,7 @@ def answer(
     model_config: ModelConfig,
     training: Training,
     *,
-    card: Device | None,
+    target_device: Device | None,
     budgets: tuple[int, ...],
     policy: PolicyLike,
     as_json: bool,
@@ -591,6 +591,6 @@ def answer(
 ) -> bool:
     """Print a configured model's memory needs and plans; return whether every budget has a plan."""
     with show_progress(ignore_progress if as_json else None) as tell:
-        result = fit(model_config, training, card, budgets, policy, tell, None if as_json else say)
+        result = fit(model_config, training, target_device, budgets, policy, tell, None if as_json else say)
     say(json.dumps(json_content(result), indent=2) if as_json else answer_text(result))
     return result.fits

@@ -32,7 +32,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     rectangles: tuple[Rectangle, ...]
 
-    def text(self, offsets: tuple[int, ...]) -> str:
+    def text_with_offsets(self, offsets: tuple[int, ...]) -> str:
         names = [name.strip() for name in self.header]
         column = names.index("offset") if "offset" in names else len(names)
         lines = [self.header, *self.rows]
@@ -184,7 +184,7 @@ def run(file: Path, *, capacity: int, output: Path | None, effort: float, second
         ),
         capacity,
     )
-    text = table.text(packing.offsets)
+    text = table.text_with_offsets(packing.offsets)
     sys.stderr.write(
         f"placed {len(table.rows)} rectangles in {packing.height} bytes; {peak(table.rectangles).bytes} live at once\n"
     )

@@ -90,7 +90,7 @@ class Agreement:
     def compare_facts(self, facts: StepFacts) -> tuple[StepFacts, ...]:
         """Gather the facts of all processes, by rank; raise an error if they cannot run the step together."""
         everyone = self._gather_facts(facts)
-        self._raise_other_error(facts, everyone)
+        self._raise_error_of_other_process(facts, everyone)
         _check_facts_match(everyone, follow_one_plan=self._follows_one_plan)
         return everyone
 
@@ -102,7 +102,7 @@ class Agreement:
             torch.distributed.all_gather_object(everyone, facts, group=self._group)
         return tuple(everyone)
 
-    def _raise_other_error(self, facts: StepFacts, everyone: Sequence[StepFacts]) -> None:
+    def _raise_error_of_other_process(self, facts: StepFacts, everyone: Sequence[StepFacts]) -> None:
         for rank, other_facts in enumerate(everyone):
             if other_facts.error and not facts.error:
                 raise StateError(f"rank {rank} cannot run this step, so no rank runs it: {other_facts.error}")
@@ -147,13 +147,13 @@ class Agreement:
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
         """Wait for all processes at the end of the block; raise ``StateError`` if another process failed in it."""
-        with _reported_errors(self._exchange_texts):
+        with _reported_errors(self._gather_texts):
             yield
-        for rank, other_error in enumerate(self._exchange_texts("")):
+        for rank, other_error in enumerate(self._gather_texts("")):
             if other_error:
                 raise StateError(f"rank {rank} cannot run this step, so no rank runs it: {other_error}")
 
-    def _exchange_texts(self, text: str) -> list[str]:
+    def _gather_texts(self, text: str) -> list[str]:
         texts = [text]
         if self._group is not None:
             texts = [""] * self._group.size()

@@ -349,7 +349,7 @@ class _BlockRepeater:
             new[s if copy_number is None else self._role[s], copy_number] = len(storages)
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
-        def inner(pair: tuple[int, int], copy_number: int) -> int:
+        def storage_of_copy(pair: tuple[int, int], copy_number: int) -> int:
             """Return a copied op's new storage id; its originals in the two middle blocks use the ids in ``pair``."""
             s, t = pair
             match self._block[s], self._block[t]:
@@ -362,7 +362,7 @@ class _BlockRepeater:
                 case _:
                     return new[s, None]
 
-        def outer(old_ids: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
+        def storages_of_uncopied(old_ids: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
             """Return the new ids of an uncopied op's storages; ``op_block`` is the op's block (None: outside)."""
             blocks = [self._block[s] for s in old_ids]
             if not {_ONE, _TWO} & set(blocks):
@@ -389,9 +389,12 @@ class _BlockRepeater:
             module = stack.shift_name(op.module, self._name_shift(op_block, copy_number, count))
             if copy_number is not None:
                 references = self._references[self._index_in_block[at]]
-                fields = {field: tuple(inner(pair, copy_number) for pair in references[field]) for field in references}
+                fields = {
+                    field: tuple(storage_of_copy(pair, copy_number) for pair in references[field])
+                    for field in references
+                }
             else:
-                fields = {field: outer(getattr(op, field), op_block) for field in _STORAGE_FIELDS}
+                fields = {field: storages_of_uncopied(getattr(op, field), op_block) for field in _STORAGE_FIELDS}
                 cost = self._scale_cost(op, cost, fields["reads"] + fields["mutates"], storages)
             new_op = replace(op, id=len(parts), module=module, **fields)
             parts.append(_CostedOp(new_op, cost, at in self._step.raising))

@@ -231,7 +231,7 @@ class Estimate:
             graph, costs = self.parts
         return existing or predict_point(graph, costs, budget_bytes, self.policy)
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def _summary_lines(self) -> list[tuple[str, str]]:
         """Return the lines of the printed summary, as labels and values."""
         whole = [] if self.whole_budget is None else [("without splitting", format_bytes(self.whole_budget))]
         return [
@@ -245,10 +245,10 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         title = f"SIMULATED: {self.machine}" if self.machine else "estimate"
-        return facts_html(title, self._facts()) + table_html("", _rows(self.points))
+        return facts_html(title, self._summary_lines()) + table_html("", _table_rows(self.points))
 
     def __str__(self) -> str:
-        rows = self._facts()
+        rows = self._summary_lines()
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
         return "\n".join(
@@ -257,10 +257,10 @@ class Estimate:
 
 
 def format_points(points: Sequence[Point]) -> str:
-    return columns(_rows(points))
+    return columns(_table_rows(points))
 
 
-def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
+def _table_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
     """Return a printed table: a header, and the predictions for each budget."""
     rows = [("budget", "step", "evicted", "fetched", "recompute", "policy")]
     rows += [

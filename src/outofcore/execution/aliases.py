@@ -419,7 +419,7 @@ class HomeTensors:
         # ``drop_cache`` for tensors in the home of an eager loop.
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
-    def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
+    def create(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
         """Create and return a tensor over a slot; an earlier tensor over the same slot is forgotten."""
         tensor = self.slots[home].home.tensor_of(offset, count)
         if count:
@@ -461,7 +461,7 @@ class HomeTensors:
         """Take a slot of ``count`` uninitialized bytes at the last home, and return a tensor over it."""
         self.release_expired()
         last = len(self.slots) - 1
-        return self.show(last, self.slots[last].take(count), count, owned=False)
+        return self.create(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, first_byte: int, count: int) -> torch.Tensor:
         """Use a range of a file as a slot of the last home; return a tensor over it."""
@@ -470,7 +470,7 @@ class HomeTensors:
         files = self.slots[last].home.files
         if files is None:
             raise StateError("this home cannot read files in place; please report it")
-        return self.show(last, files.adopt(file, first_byte, count), count, owned=False)
+        return self.create(last, files.adopt(file, first_byte, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
         """Return a tensor over the file range that backs a memory-mapped tensor; None if it cannot be used."""
@@ -486,7 +486,7 @@ class HomeTensors:
         """Whether the last home can use files in place as slots."""
         return self.slots[-1].home.files is not None and can_detect_writes()
 
-    def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
+    def find_accessible_slot(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
         """Return the home and offset of a tensor's slot; None if its bytes must be accessed through the tensor."""
         slot = self.find(tensor)
         if slot is None:

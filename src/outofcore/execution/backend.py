@@ -99,7 +99,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
     return budget - unavailable
 
 
-def restate_for_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
+def add_smallest_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
     """Convert an error that names the smallest arena to one that names the smallest budget."""
     if room == budget or error.smallest_budget is None:
         return error

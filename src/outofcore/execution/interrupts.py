@@ -39,10 +39,10 @@ class DeferredSignals:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._note)
+                    signal.signal(number, self._defer_or_handle)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _defer_or_handle(self, number: int, frame: FrameType | None) -> None:
         """Defer a signal to the end of the block, or handle a repeated one now if the step may stop."""
         self._pending.append((number, frame))
         if len(self._pending) == 1:

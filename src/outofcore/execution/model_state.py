@@ -328,7 +328,7 @@ class StateKeeper:
 
     def _create_home_tensor(self, state: PersistentState) -> torch.Tensor:
         slot = self.moves.ensure_slot(state)
-        return self._home_tensors.show(state.home, slot, state.bytes)
+        return self._home_tensors.create(state.home, slot, state.bytes)
 
     def evacuate(self) -> None:
         """Move states in a device's ordinary memory to the CPU, to make room there for an arena."""

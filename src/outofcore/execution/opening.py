@@ -106,7 +106,7 @@ class OpenHome:
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
         """Return the disk and offset of a tensor that can bypass the page cache; None for other tensors."""
-        slot = self.home_tensors.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
+        slot = self.home_tensors.find_accessible_slot(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
         begin = int(tensor.storage_offset()) * tensor.element_size()

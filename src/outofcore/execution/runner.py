@@ -22,7 +22,7 @@ from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.gradients import StepGradients
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.stopping import can_stop, find_updates, finish_state_copies, matches_plain_pytorch
+from outofcore.execution.stopping import find_updates, finish_state_copies, is_state_complete, matches_plain_pytorch
 from outofcore.execution.undo import Undo
 from outofcore.graph import Op
 from outofcore.planning.placement.requests import AllocatorEvent, EventKind, Requests, ResultStorage, workspace_layout
@@ -199,7 +199,7 @@ class Runner:
         to_publish = self._makes_state = self._adopt_replacements()
         self._keeper.read_shared()
         self._state_order.begin(creates_state=to_publish)
-        ports, results = self._ports(argument_leaves)
+        ports, results = self._connect_caller_memory(argument_leaves)
         table = self._table = placed.table
         self._ran_first = False
         if placed.first_table is not None:
@@ -327,13 +327,13 @@ class Runner:
         progress = engine.read_progress()
         return progress is not None and not any(progress.started[i] for i in find_updates(self.captured, self.program))
 
-    def stop(self, engine: Engine) -> bool:
+    def finish_like_pytorch(self, engine: Engine) -> bool:
         """Leave the model as plain PyTorch would after the same error; return False if that is impossible."""
         placed, captured, program = self._placed, self.captured, self.program
         progress = engine.read_progress()
         if placed is None or progress is None or (self._lender is not None and self._lender.has_lost_bytes):
             return False
-        if not (can_stop(captured, program, progress) and matches_plain_pytorch(captured, program, progress)):
+        if not (is_state_complete(captured, program, progress) and matches_plain_pytorch(captured, program, progress)):
             return False
         self._gradients.detach_from_arena()
         finish_state_copies(captured, program, placed.slots, placed.arena, self._keeper.slots, progress)
@@ -352,7 +352,7 @@ class Runner:
                 "from another step or another thread; let one step at a time run over a model"
             )
         for home, piece in self._placed.lasting_slots if self._placed is not None else ():
-            self._keeper.slots[home].home.read_back(piece.offset)
+            self._keeper.slots[home].home.check_last_write(piece.offset)
 
     @property
     def first_ops(self) -> Set[int]:
@@ -375,7 +375,7 @@ class Runner:
                 requests[run.op] = observed
         return requests
 
-    def _ports(self, argument_leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
+    def _connect_caller_memory(self, argument_leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
         """Return the caller's memory for inputs and outputs, and the new output tensors, both by storage."""
         captured = self.captured
         ports: dict[int, Port] = {}

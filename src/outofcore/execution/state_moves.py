@@ -77,7 +77,7 @@ class StateMoves:
             if state.slot != old:
                 slots.home.write(state.slot, internals.memory_of(state.current_bytes()))
             if state.place is StatePlace.HOME:
-                state.show(self._home_tensors.show(home, state.slot, state.bytes), StatePlace.HOME)
+                state.show(self._home_tensors.create(home, state.slot, state.bytes), StatePlace.HOME)
             elif state.slot != old:
                 state.home_fingerprint = state.fingerprint()
 
@@ -148,7 +148,7 @@ class StateMoves:
             undo.pop_all()
         self.release_slot(state)
         state.slot = new
-        state.show(self._home_tensors.show(state.home, new, state.bytes), StatePlace.HOME)
+        state.show(self._home_tensors.create(state.home, new, state.bytes), StatePlace.HOME)
 
     def _ensure_home_copy(self, state: PersistentState, home: int, arena: DeviceArena) -> None:
         """Ensure that a state in the arena has a current copy at ``home``."""
@@ -265,13 +265,13 @@ class StateMoves:
         if state.place is StatePlace.ARENA and state.slot is not None and state.home == home and self.arena is not None:
             self.update_home_copy(state, self.arena)
             state.home_fingerprint = None
-            state.show(self._home_tensors.show(home, state.slot, state.bytes), StatePlace.HOME)
+            state.show(self._home_tensors.create(home, state.slot, state.bytes), StatePlace.HOME)
             return
         self._move_if_written(state)
         slots = self.slots[home]
         old_end = slots.end
         slot = self._take_slot(home, state)
-        home_tensor = self._home_tensors.show(home, slot, state.bytes)
+        home_tensor = self._home_tensors.create(home, slot, state.bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(slots.free, slot, placed_bytes(state.bytes))
             undo.callback(self._home_tensors.forget, home, slot)

@@ -36,7 +36,7 @@ def matches_plain_pytorch(captured: Captured, program: Program, progress: StepPr
     return len(half_way) == 1 and half_way[0] in ops_that_may_raise(captured)
 
 
-def can_stop(captured: Captured, program: Program, progress: StepProgress) -> bool:
+def is_state_complete(captured: Captured, program: Program, progress: StepProgress) -> bool:
     """Return whether all persistent state has valid bytes after a failed step; False if this is uncertain."""
     if captured.ranges or captured.replicas:
         return False

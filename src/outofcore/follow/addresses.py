@@ -126,7 +126,7 @@ class AddressWatch:
         def wrap_reader(method: Callable[..., Any]) -> Callable[..., Any]:
             """Wrap ``method`` to keep the storages of its arguments in memory during each call."""
 
-            def hold_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            def call_with_storages_held(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 with contextlib.ExitStack() as contexts:
                     for value in (self_, *args):
                         with contextlib.suppress(RuntimeError):  # a tensor without memory, such as in vmap
@@ -135,7 +135,7 @@ class AddressWatch:
                                 contexts.enter_context(self._hold(storage))
                     return method(self_, *args, **kwargs)
 
-            return _copy_name(hold_and_call, method)
+            return _copy_name(call_with_storages_held, method)
 
         def wrap_slicing(method: Callable[..., Any]) -> Callable[..., Any]:
             def report_and_call(self_: Any, index: Any) -> Any:

@@ -75,7 +75,7 @@ def _load_once(flavor: Flavor) -> ctypes.CDLL:
     library = load_unlocked(flavor)
     with _key.lock:
         if _key.owner is None:
-            _take_key(library)
+            _register_kernels(library)
         _key.loaded[flavor] = library
     OWNERSHIP_TESTS.append(lambda storage: library.follow_where(storage_address(storage)) != 0)
     return library
@@ -90,11 +90,11 @@ def open_space(library: ctypes.CDLL, space: object, for_compiled_step: bool) -> 
             if _key.owner is not None:
                 _key.owner.follow_unload()
                 _key.owner = None
-            _take_key(library)
+            _register_kernels(library)
         call(library, "follow_open", space, int(for_compiled_step))
 
 
-def _take_key(library: ctypes.CDLL) -> None:
+def _register_kernels(library: ctypes.CDLL) -> None:
     """Register a library's kernels with PyTorch; raises ``StateError`` if PyTorch uses their dispatch key."""
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(

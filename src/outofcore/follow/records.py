@@ -113,7 +113,7 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
         if storages[s].created and storages[s].freed < 0 and 0 < freed < uses[s][0]
     }
     graph, costs, places = _build_graph(
-        storages, ops, _list_ends(storages, uses, freed_in_next_step, header.ops), freed_in_next_step, names
+        storages, ops, _list_late_frees(storages, uses, freed_in_next_step, header.ops), freed_in_next_step, names
     )
     home = replace(
         _USUAL_HOME,
@@ -124,7 +124,7 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     return StepRecord(header.bucket, graph, Costs(tuple(costs), (home,)), tuple(places), header.ops)
 
 
-def _list_ends(
+def _list_late_frees(
     storages: Sequence[_RecordedStorage],
     uses: Sequence[Sequence[int]],
     freed_in_next_step: Mapping[int, int],

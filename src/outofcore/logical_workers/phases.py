@@ -54,7 +54,7 @@ def _without_step(optimizer: Optimizer) -> Iterator[None]:
     """Make ``optimizer.step`` raise ``CaptureError`` in the block."""
     attributes = vars(optimizer)
     before = attributes.get("step")
-    attributes["step"] = _refuse
+    attributes["step"] = _refuse_optimizer_step
     try:
         yield
     finally:
@@ -64,15 +64,15 @@ def _without_step(optimizer: Optimizer) -> Iterator[None]:
             attributes["step"] = before
 
 
-def _refuse(*_: Any, **__: Any) -> None:
-    raise _refusal(
+def _refuse_optimizer_step(*_: Any, **__: Any) -> None:
+    raise _capture_error(
         "the step updates the parameters before the gradients of the other workers are there: outofcore.elastic() "
         "calls the optimizer once they are summed. End the step after loss.backward(), and pass work between sum and "
         "update, such as clipping, as a function: outofcore.elastic(..., update=...)."
     )
 
 
-def _refusal(text: str) -> CaptureError:
+def _capture_error(text: str) -> CaptureError:
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     place = next((f"{file}:{line}" for file, line in frames if not file.startswith(_LIBRARIES)), "")
     return CaptureError(f"{place}: {text}", place)

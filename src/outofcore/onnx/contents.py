@@ -146,7 +146,7 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
         raise InputError(f"{path} is not a complete ONNX file: {error}; use another copy of it") from error
     try:
         proto = onnx.ModelProto.FromString(slimmed.message)
-        return _read_model(_Reader(onnx, path, slimmed, is_supported), proto)
+        return _read_model_message(_Reader(onnx, path, slimmed, is_supported), proto)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error.__cause__
     except (DecodeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
@@ -157,7 +157,7 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
         raise InputError(f"{path}: graphs or functions are nested too deeply; simplify the model") from error
 
 
-def _read_model(reader: _Reader, proto: Any) -> Model:
+def _read_model_message(reader: _Reader, proto: Any) -> Model:
     opsets: dict[str, int] = {}
     for item in proto.opset_import:
         domain = _normalize_domain(item.domain)
@@ -217,8 +217,8 @@ def _read_graph(reader: _Reader, proto: Any, outer_values: frozenset[str], depth
         _add_unique(tensors, item.values.name, _read_sparse(reader, item), "initializer")
     inputs: dict[str, DeclaredValue] = {}
     for item in proto.input:
-        _add_unique(inputs, item.name, _read_declared(item), "input")
-    outputs = tuple(_read_declared(item) for item in proto.output)
+        _add_unique(inputs, item.name, _read_declared_value(item), "input")
+    outputs = tuple(_read_declared_value(item) for item in proto.output)
     inputs_and_weights = frozenset(inputs) | frozenset(tensors)
     protos = list(proto.node)
     nodes = _read_nodes(reader, protos, inputs_and_weights, outer_values, depth)
@@ -283,7 +283,7 @@ def _read_nodes(
                 )
             producers[name] = place
     predecessors = [
-        {producers[name] for name in _outer_names(proto, reader, depth) if name in producers}
+        {producers[name] for name in _names_from_outside(proto, reader, depth) if name in producers}
         for place, proto in enumerate(protos)
     ]
     order = _topological_order(protos, predecessors)
@@ -306,7 +306,7 @@ def _has_graphs(proto: Any) -> bool:
     return any(item.type in (5, 10) for item in proto.attribute)
 
 
-def _outer_names(proto: Any, reader: _Reader, depth: int) -> set[str]:
+def _names_from_outside(proto: Any, reader: _Reader, depth: int) -> set[str]:
     """Return the names of all values that a node, or a graph inside the node, takes from outside."""
     names = {name for name in proto.input if name}
     if depth > MAX_DEPTH:
@@ -318,7 +318,7 @@ def _outer_names(proto: Any, reader: _Reader, depth: int) -> set[str]:
             }
             inner = {declared.name for declared in graph.output}
             for node in graph.node:
-                inner |= _outer_names(node, reader, depth + 1)
+                inner |= _names_from_outside(node, reader, depth + 1)
                 local_names.update(node.output)
             names |= inner - local_names
     return names
@@ -443,7 +443,7 @@ def _inline_function(reader: _Reader, proto: Any, function: Any, attributes: Map
     return Graph(title, inputs, outputs, nodes, {})
 
 
-def _read_declared(item: Any) -> DeclaredValue:
+def _read_declared_value(item: Any) -> DeclaredValue:
     _check_text(item.name)
     kind = item.type.WhichOneof("value") if item.HasField("type") else None
     if kind != "tensor_type":

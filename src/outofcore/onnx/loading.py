@@ -45,10 +45,10 @@ def load(path: str | os.PathLike[str], *, contents: bool = True) -> OnnxModel:
     >>> model(torch.ones(1, 4)).tolist(), [name for name, _ in model.named_parameters()]
     ([[4.0, 4.0]], ['weight'])
     """
-    return OnnxModel(read_model(Path(path), _package(), _is_supported), has_contents=contents)
+    return OnnxModel(read_model(Path(path), _import_onnx(), _is_supported), has_contents=contents)
 
 
-def _package() -> Any:
+def _import_onnx() -> Any:
     try:
         import onnx  # noqa: PLC0415 - few users have it
     except ModuleNotFoundError as error:

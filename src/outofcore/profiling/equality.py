@@ -552,7 +552,7 @@ class ExactnessTrial:
         arguments = {name: _copy_with_layout(t) if name[0] in written else t for name, t in self.arguments.items()}
         whole_results, changed = self._run(arguments, self.low, self.high, self.check.reference)
         for low, high in self.parts:
-            for arguments in self._placings_of_part(low, high):
+            for arguments in self._layouts_of_part(low, high):
                 part_results, written = self._run(arguments, low, high)
                 for place, index in enumerate(self.check.call.results):
                     if index is None or not isinstance(whole_results[place], torch.Tensor):
@@ -567,7 +567,7 @@ class ExactnessTrial:
                         return False
         return True
 
-    def _placings_of_part(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
+    def _layouts_of_part(self, low: int, high: int) -> Iterator[dict[ArgumentName, torch.Tensor]]:
         """Yield a part's arguments in several memory layouts: as copies and as misaligned or gapped views."""
         written = written_arguments(self.func, self._named_arguments(self.arguments, low, high))
         views: dict[ArgumentName, torch.Tensor] = {}

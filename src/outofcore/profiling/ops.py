@@ -204,7 +204,7 @@ class _OpBench:
         finally:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
-    def _lay_out(self, op: Op, workspace: int) -> tuple[Program, int, int]:
+    def _plan_memory(self, op: Op, workspace: int) -> tuple[Program, int, int]:
         """Plan the memory of a program with a single op; return the program, and the ends of arguments and memory."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
@@ -236,7 +236,7 @@ class _OpBench:
         self, op: Op, requests: Requests, contents: ScratchContents | None
     ) -> tuple[BoundRun, DeviceArena, list[list[tuple[int, int | None]]], int]:
         """Bind an op's arguments to scratch memory; return the bound op and its memory."""
-        program, arguments_end, end = self._lay_out(op, requests.workspace_bytes)
+        program, arguments_end, end = self._plan_memory(op, requests.workspace_bytes)
         arena = self._open_arena(end)
         bound = bind(self._captured, program, arena)
         if contents is not None:
@@ -305,7 +305,7 @@ class _OpBench:
     def _time(self, op: Op, requests: Requests, contents: ScratchContents) -> float:
         """Return the typical seconds of an op, with its allocations at planned places."""
         # The recording left the arguments in the arena, unless a larger one is needed.
-        grown = self._arena is None or self._lay_out(op, requests.workspace_bytes)[2] > self._arena.bytes
+        grown = self._arena is None or self._plan_memory(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bind(op, requests, contents if grown else None)
         func = self._captured.calls[op.id].rehearse or run.func
         scope_table = ScopeTable(arena, planned)

@@ -168,7 +168,7 @@ def _spread_along_dim(named: NamedArguments) -> None:
         spread(named["index"], source.shape[named["dim"]])
 
 
-def _spread_per_dim(named: NamedArguments) -> None:
+def _spread_each_index_tensor(named: NamedArguments) -> None:
     for indices, count in zip(named["indices"], named["self"].shape, strict=False):
         if isinstance(indices, torch.Tensor) and not indices.is_floating_point():
             spread(indices, count)
@@ -191,7 +191,7 @@ _INTEGER_SETTERS: dict[str, Callable[[NamedArguments], None]] = {
         (_row_spreader("num_weights"), ("embedding_dense_backward",)),
         (_spread_along_dim, ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")),
         (_spread_along_dim, ("index_select", "index_add", "index_add_")),
-        (_spread_per_dim, ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")),
+        (_spread_each_index_tensor, ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")),
         (_spread_classes, ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")),
         (_spread_pooling_indices, ("max_pool2d_with_indices_backward",)),
         (_use_longest_sequences, ("_ctc_loss", "_ctc_loss_backward")),

@@ -51,11 +51,11 @@ def trace_events(
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
         events += _process_events(process, number, f"outofcore, {name}")
-        events += _lane_events(graph, program, timeline, process, origin_us, measured)
+        events += _instruction_events(graph, program, timeline, process, origin_us, measured)
         events += _wait_events(graph, program, timeline, process, origin_us)
         memory = memory_over_time(graph, program, timeline) if measured is None else measured.memory
         events += _memory_events(memory, process, origin_us)
-        events += _mark_events(measured, process, origin_us)
+        events += _departure_events(measured, process, origin_us)
     return events
 
 
@@ -70,7 +70,7 @@ def _thread_events(process: int, thread: int, name: str, order: int) -> Iterator
     yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": order}}
 
 
-def _lane_events(
+def _instruction_events(
     graph: StepGraph,
     program: Program,
     timeline: Timeline,
@@ -129,7 +129,7 @@ def _wait_events(
         }
 
 
-def _mark_events(measured: LoopMeasurements | None, process: int, origin: float) -> Iterator[Event]:
+def _departure_events(measured: LoopMeasurements | None, process: int, origin: float) -> Iterator[Event]:
     for seconds, name, text in () if measured is None else measured.marks:
         yield {
             "ph": "i",

@@ -105,7 +105,7 @@ class HomeStore(ByteStore):
         if self.sums is not None and not self.sums.matches(offset, target):
             raise damage_error(self.name, offset, len(target))
 
-    def read_back(self, offset: int) -> None:
+    def check_last_write(self, offset: int) -> None:
         """With full checks, raise ``TransferError`` if a slot differs from its last write."""
         if self.sums is None or not self.sums.full or offset not in self.sums.recorded:
             return

@@ -157,19 +157,19 @@ def populate(address: int, count: int) -> None:
     """Allocate physical memory for mapped pages, in several threads; raises ``OSError`` on failure."""
     runs = [(address + offset, min(_RUN_BYTES, count - offset)) for offset in range(0, count, _RUN_BYTES)]
 
-    def make(run: tuple[int, int]) -> int:
+    def populate_run(run: tuple[int, int]) -> int:
         # ctypes releases the GIL.
         return ctypes.get_errno() if _libc.madvise(*run, _Linux.MADV_POPULATE_WRITE) else 0
 
     workers = min(len(runs), os.cpu_count() or 1, _MAX_THREADS)
-    codes: Iterable[int] = map(make, runs)
+    codes: Iterable[int] = map(populate_run, runs)
     if workers > 1:
         # RuntimeError: no more threads are available, so the calling thread makes all pages.
         with (
             contextlib.suppress(RuntimeError),
             ThreadPoolExecutor(workers, thread_name_prefix="outofcore-pages") as pool,
         ):
-            codes = list(pool.map(make, runs))
+            codes = list(pool.map(populate_run, runs))
     for code in codes:  # other codes, as before Linux 5.14: the first use allocates
         if code in (errno.ENOMEM, errno.EFAULT):
             raise OSError(code, os.strerror(code))

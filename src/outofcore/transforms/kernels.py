@@ -181,20 +181,20 @@ class _TracedRecipe:
             stride = recipe.values[index].stride
             returned.append(result if result.stride() == stride else force_strides(result, stride))
         final_contents = [
-            (place, self._contents_as(storage, recipe.inputs[place])) for place, storage in recipe.written
+            (place, self._view_contents(storage, recipe.inputs[place])) for place, storage in recipe.written
         ]
         for place, contents in final_contents:
             _aten.copy_.default(inputs[place], contents)
         return tuple(returned)
 
-    def _contents_as(self, storage: int, index: int) -> torch.Tensor:
+    def _view_contents(self, storage: int, index: int) -> torch.Tensor:
         tensor, value = self.contents[storage]
         return _view_as(tensor, value, self.recipe.values[index])
 
     def _tensor_of(self, index: int) -> torch.Tensor:
         if index in self.untouched:
             return self.untouched[index]
-        return self._contents_as(self.recipe.values[index].storage, index)
+        return self._view_contents(self.recipe.values[index].storage, index)
 
     def _run(self, call: Call) -> None:
         """Run a call without writing in place; record its results and the new contents of written arguments."""

@@ -355,7 +355,7 @@ def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
             rows[-1].append(pair)
         else:
             rows.append([pair])
-    return with_ops(captured, map(_join, rows))
+    return with_ops(captured, map(_merge_updates, rows))
 
 
 def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
@@ -384,7 +384,7 @@ def _can_join(updates: Sequence[tuple[Op, Call]], candidate: tuple[Op, Call], ma
     return sum(m.parameter.numel() * m.parameter.element_size() for m in (*members, *update.members)) <= max_bytes
 
 
-def _join(updates: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
+def _merge_updates(updates: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
     if len(updates) == 1:
         return updates[0]
     ops, calls = [op for op, _ in updates], [call for _, call in updates]

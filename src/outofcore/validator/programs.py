@@ -50,7 +50,7 @@ def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | Non
     step = ValidatedStep(graph, program)
     _check_blocks(step)
     _check_instructions(step, costs)
-    _check_coverage(step)
+    _check_op_order(step)
     lodgings = check_homes(step, costs)
     order = ExecutionOrder(program)
     _check_room(step, budget)
@@ -169,7 +169,7 @@ def _check_run(step: ValidatedStep, index: int, run: Run, costs: Costs | None) -
         raise ValidationError(f"{step.instruction(index)} has a workspace of {available} bytes and needs {needed}")
 
 
-def _check_coverage(step: ValidatedStep) -> None:
+def _check_op_order(step: ValidatedStep) -> None:
     """Check that every op runs, in graph order, and that only rerunnable ops run again."""
     upcoming = 0
     for index, instruction in enumerate(step.program.instructions):
@@ -389,12 +389,12 @@ class _Replay:
             else:
                 self.stays[block_id] = location
             if block.offset >= 0 and block.bytes > 0:
-                self._take_over_bytes(location, block.offset, block.offset + block.bytes)
+                self._assign_bytes(location, block.offset, block.offset + block.bytes)
             elif later and (former := self.stays[block_id]) is not None and not self.alone:
                 self._check_ordered(former, location)  # without addresses, the former stay is not found by its bytes
         return location
 
-    def _take_over_bytes(self, location: _Location, begin: int, end: int) -> None:
+    def _assign_bytes(self, location: _Location, begin: int, end: int) -> None:
         """Assign bytes [begin, end) to a location; check that all users of their former holders have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)

@@ -211,11 +211,13 @@ def max_pool(
     if not wants_places:
         return (pooled.to(x.dtype),)
     offset = [0] * len(kernel) if windows.has_pooling_pads() else windows.before
-    places = _flat_places(pooled[1], x, list(padded.shape[2:]), offset, by_column=bool(storage_order))
+    places = _onnx_pool_indices(pooled[1], x, list(padded.shape[2:]), offset, by_column=bool(storage_order))
     return pooled[0].to(x.dtype), places
 
 
-def _flat_places(indices: Tensor, x: Tensor, padded_sizes: list[int], offset: list[int], *, by_column: bool) -> Tensor:
+def _onnx_pool_indices(
+    indices: Tensor, x: Tensor, padded_sizes: list[int], offset: list[int], *, by_column: bool
+) -> Tensor:
     """Convert PyTorch's pooling indices, within a padded channel, to ONNX's indices into the whole tensor."""
     sizes = list(x.shape[2:])
     parts: list[Tensor] = []

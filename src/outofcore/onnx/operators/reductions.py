@@ -29,7 +29,7 @@ def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return torch.div(_sum(x, axes, keep), math.prod(x.shape[axis] for axis in axes), rounding_mode="trunc")
 
 
-def _extreme(x: Tensor, axes: list[int], keepdim: bool, *, largest: bool) -> Tensor:
+def _max_or_min(x: Tensor, axes: list[int], keepdim: bool, *, largest: bool) -> Tensor:
     if any(x.shape[axis] == 0 for axis in axes):  # the result is the dtype's smallest or largest number
         if x.dtype is torch.bool:
             value: Any = not largest
@@ -46,9 +46,9 @@ _REDUCE: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
     "ReduceL2": lambda x, axes, keep: torch.sqrt(_sum((x * x).to(_floating_dtype(x)), axes, keep)).to(x.dtype),
     "ReduceLogSum": lambda x, axes, keep: torch.log(_sum(x, axes, keep)),
     "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x.to(_floating_dtype(x)), axes, keepdim=keep).to(x.dtype),
-    "ReduceMax": lambda x, axes, keep: _extreme(x, axes, keep, largest=True),
+    "ReduceMax": lambda x, axes, keep: _max_or_min(x, axes, keep, largest=True),
     "ReduceMean": _mean,
-    "ReduceMin": lambda x, axes, keep: _extreme(x, axes, keep, largest=False),
+    "ReduceMin": lambda x, axes, keep: _max_or_min(x, axes, keep, largest=False),
     "ReduceProd": _product,
     "ReduceSum": _sum,
     "ReduceSumSquare": lambda x, axes, keep: _sum(x * x, axes, keep),

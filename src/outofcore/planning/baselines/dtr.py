@@ -166,13 +166,13 @@ class _GreedyEviction:
             while not self._make_room(op, need, locked):
                 # Evict an input of the chain, which then recomputes it.
                 more -= 1
-                if not due or more < 0 or not self._evict_one(op, locked):
+                if not due or more < 0 or not self._evict_cheapest_of(op, locked):
                     return self._record_failure(due)
                 chain = state.chain(op, due)
                 need, locked = self._bytes_and_locked(op, chain)
             if chain is not None:
                 self.clock += chain.seconds
-                self._bring_back(op, chain)
+                self._mark_resident_again(op, chain)
                 if not self._make_room(op, need, locked - chain.contents.made):
                     return self._record_failure(due)
             self.clock += seconds
@@ -195,7 +195,7 @@ class _GreedyEviction:
             return op_bytes, frozenset()
         return max(op_bytes, self.template.contents.before[op] - chain.target_bytes + chain.bytes), chain.contents.seen
 
-    def _evict_one(self, op: int, among: frozenset[int]) -> bool:
+    def _evict_cheapest_of(self, op: int, among: frozenset[int]) -> bool:
         """Evict the cheapest gap of the contents ``among``; return False if no such gap can be evicted."""
         allowed = self.resident & np.isin(self.content, list(among))
         return self._evict_cheapest(op, allowed)
@@ -274,7 +274,7 @@ class _GreedyEviction:
         for dependency in self.dependencies.pop(g, ()):
             self.dependent_seconds[dependency] -= maker_seconds
 
-    def _bring_back(self, op: int, chain: Chain) -> None:
+    def _mark_resident_again(self, op: int, chain: Chain) -> None:
         """Mark evicted gaps as resident again if a recomputation (chain) has made their contents."""
         state = self.state
         for content in sorted(chain.contents.made):

@@ -36,7 +36,7 @@ class Held:
     def bytes_of(self, gap: Gap) -> int:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
-    def under(self, decisions: Iterable[Decision]) -> Ints:
+    def bytes_by_op(self, decisions: Iterable[Decision]) -> Ints:
         """Return the bytes held at each op under ``decisions``, which name each gap at most once."""
         n = len(self.kept)
         change = np.zeros(n + 1, dtype=np.int64)
@@ -45,7 +45,7 @@ class Held:
         return self.kept + np.cumsum(change)[:-1]
 
     def peak(self, decisions: Iterable[Decision]) -> int:
-        return int(self.under(decisions).max(initial=0))
+        return int(self.bytes_by_op(decisions).max(initial=0))
 
 
 def _add(change: Ints, n: int, first: int, last: int, count: int) -> None:

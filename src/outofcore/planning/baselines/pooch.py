@@ -77,8 +77,8 @@ def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000)
             f"the step needs more than {format_bytes(budget)} {reason}: raise the budget, or choose another policy"
         )
     search = _Classifier(trials, effort)
-    _, classes = search.keep(classes, frozenset())
-    return Plan("pooch", budget, search.recompute(classes).decisions)
+    _, classes = search.search_kept_maps(classes, frozenset())
+    return Plan("pooch", budget, search.recompute_swapped_maps(classes).decisions)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class _Classifier:
     effort: int
     visited: int = field(default=0)  # nodes of the tree search
 
-    def keep(self, classes: list[MapClass], tried: frozenset[int]) -> tuple[float, list[MapClass]]:
+    def search_kept_maps(self, classes: list[MapClass], tried: frozenset[int]) -> tuple[float, list[MapClass]]:
         """Search for the feature maps to keep on the device; return the step's seconds and the best classes."""
         self.visited += 1
         trial = self.trials.run(classes)
@@ -100,7 +100,7 @@ class _Classifier:
             if self.visited * self.trials.ops * 8 > self.effort:
                 break
             tried = tried | {m}
-            candidate = self.keep([*classes[:m], MapClass.KEEP, *classes[m + 1 :]], tried)
+            candidate = self.search_kept_maps([*classes[:m], MapClass.KEEP, *classes[m + 1 :]], tried)
             best = min(best, candidate, key=lambda pair: pair[0])
         return best
 
@@ -118,7 +118,7 @@ class _Classifier:
         trial = self.trials.run(filled)
         return (inf if trial is None else trial.seconds), filled
 
-    def recompute(self, classes: list[MapClass]) -> SimulatedStep:
+    def recompute_swapped_maps(self, classes: list[MapClass]) -> SimulatedStep:
         """Recompute swapped maps where that is faster than swapping; return the simulated step."""
         trials, classes, now = self.trials, list(classes), self._run(classes)
         swapped = [m for m, map_class in enumerate(classes) if map_class is MapClass.SWAP and trials.can_recompute(m)]

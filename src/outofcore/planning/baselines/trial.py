@@ -106,7 +106,7 @@ class StepSimulator:
         """Return for each op the bytes left if only maps of class ``KEEP`` are on the device."""
         evicted = [gap for gap, map_class in zip(self.maps, classes, strict=True) if map_class is not MapClass.KEEP]
         evictions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in evicted]
-        return self.limit - self.occupancy.under(evictions)
+        return self.limit - self.occupancy.bytes_by_op(evictions)
 
     def reserve(self, room: Ints, m: int) -> bool:
         """Subtract a map from the free bytes ``room`` over its gap; return False if it does not fit."""

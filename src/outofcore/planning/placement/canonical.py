@@ -57,7 +57,7 @@ def search(
     )
     for part in components(rectangles) if params.decomposition else [np.arange(len(rectangles))]:
         layout = rectangles.subset(part)
-        for rank, nodes in _runs(layout, params.restarts):
+        for rank, nodes in _search_runs(layout, params.restarts):
             if effort <= 0 or deadline.has_passed:
                 return CanonicalResult.STOPPED, offsets
             answer, part_offsets, effort = canonical_run(layout, capacity, rank, techniques, nodes, effort, deadline)
@@ -78,7 +78,7 @@ def components(rectangles: Rectangles) -> list[Ints]:
     return sorted((np.sort(part) for part in np.split(order, begins)), key=len)
 
 
-def _runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
+def _search_runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
     """Yield endlessly an order in which to place rectangles, and the maximum number of nodes to search."""
     width = rectangles.lifetimes.astype(np.float64)
     total = _peak_during(rectangles).astype(np.float64)

@@ -21,7 +21,7 @@ class CellMap:
     places: Mapping[int, PlacedWindow]  # boxes of values on storages that may be cut, by value index
     ranged: frozenset[int]  # storages with cells that are ranges at home
 
-    def box(self, storage: int, value: int, cut: Cut | None, low: int, high: int) -> Box | None:
+    def box_of(self, storage: int, value: int, cut: Cut | None, low: int, high: int) -> Box | None:
         """Return the box of a value, or of its slice if it is cut, in a divided storage; None if it is not a box."""
         axes, place = self.axes[storage], self.places[value]
         return axes.box_of(place) if cut is None else axes.box_of_part(place, cut.dims, *cut.ends(low, high))

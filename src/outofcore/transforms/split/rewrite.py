@@ -91,11 +91,11 @@ class StepBuilder:
 
     def _build_whole(self, op: Op) -> OpPiece:
         """Build an unsplit op, with ops that join its divided arguments and divide its results."""
-        piece = self.writer.begin(op)
+        piece = self.writer.begin_piece(op)
         call, cuts = self.captured.calls[op.id], self.cell_map.cuts
         if not any(s in cuts for s in op.touched):
             for storage in op.mutates:
-                self.writer.forget(storage)
+                self.writer.forget_copies(storage)
             piece.ops.append((op, call))
             return piece
         new_values: dict[int, int] = {}  # by value
@@ -150,7 +150,7 @@ class StepBuilder:
             return self._build_update_part(op, choice, number)
         if choice.split.is_lookup:
             return self._build_lookup_part(op, choice, number)
-        piece = self.writer.begin(op)
+        piece = self.writer.begin_piece(op)
         split, call = choice.split, self.captured.calls[op.id]
         low, high = choice.ends[number : number + 2]
         func: Any = call.func  # only OpOverloads can be split so
@@ -230,7 +230,7 @@ class StepBuilder:
 
     def _build_update_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
         """Build the optimizer update of one range of a parameter."""
-        piece = self.writer.begin(op)
+        piece = self.writer.begin_piece(op)
         split, call = choice.split, self.captured.calls[op.id]
         whole: Any = call.func
         low, high = choice.ends[number : number + 2]
@@ -262,7 +262,7 @@ class StepBuilder:
 
     def _build_lookup_part(self, op: Op, choice: ChosenSplit, number: int) -> OpPiece:
         """Build ops that look up indices in one slice of an embedding table and merge the rows into the result."""
-        piece = self.writer.begin(op)
+        piece = self.writer.begin_piece(op)
         call, (low, high) = self.captured.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
         named = arguments_by_name(func, call.args, call.kwargs)

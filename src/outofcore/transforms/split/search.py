@@ -48,7 +48,7 @@ class SplitSearch:
         dropped: set[int] = set()
         whole: set[int] = set()
         while True:
-            ops, storages = self._region(dropped, whole)
+            ops, storages = self._find_candidates(dropped, whole)
             splits = self._choose_splits(ops, storages)
             parts = self._choose_part_counts(splits, storages)
             splits = {op: split for op, split in splits.items() if parts[op] > 1}
@@ -63,7 +63,7 @@ class SplitSearch:
     def _must_split(self, op: int) -> bool:
         return self.parts is not None or self.needs.whole_bytes(op) > self.max_bytes
 
-    def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
+    def _find_candidates(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
         """Return the ops and storages that may be split, except ``dropped`` ops and ``whole`` storages."""
         graph = self.graph
         ops = {
@@ -173,7 +173,7 @@ class SplitSearch:
             for index, cut in self.needs.cut_values(op, split):
                 axes = self.axes.get(self.values[index].storage)
                 if axes is not None:
-                    grain = axes.cut_divisor(self.needs.places[index], cut.dims)
+                    grain = axes.cut_unit(self.needs.places[index], cut.dims)
                     if grain is None or (grain > 1 and not cut.is_adjacent):
                         unfit.add(op)
                     unit = lcm(unit, grain or 1)
@@ -197,7 +197,7 @@ class SplitSearch:
         # The same holds for storages that an unsplit op writes in place.
         written = {s for op in self.graph.ops if op.id not in splits for s in op.mutates}
         crowded = {s for s, cuts in self.cuts.items() if prod(len(ends) - 1 for ends in cuts) > MOST_PARTS**2}
-        crowded |= self._unfit_to_gather(splits)
+        crowded |= self._storages_unfit_to_gather(splits)
         if crowded or not written.isdisjoint(self.cuts):
             whole |= crowded | written
             return set()
@@ -241,7 +241,7 @@ class SplitSearch:
             for op, split in splits.items()
         }
 
-    def _unfit_to_gather(self, split_ops: Iterable[int]) -> set[int]:
+    def _storages_unfit_to_gather(self, split_ops: Iterable[int]) -> set[int]:
         """Return divided storages that unsplit ops cannot read as gathered copies without a change of bits."""
         storages: set[int] = set()
         for op, check in checks_of_gathered(self.captured, self.cell_map(), split_ops):

@@ -71,7 +71,7 @@ class StepWriter:
         self._piece = OpPiece(-1)
         self._emitted = 0
 
-    def begin(self, op: Op) -> OpPiece:
+    def begin_piece(self, op: Op) -> OpPiece:
         self._piece = OpPiece(op.id)
         return self._piece
 
@@ -199,7 +199,7 @@ class StepWriter:
         self._existing.add(storage)
         return False
 
-    def forget(self, storage: int) -> None:
+    def forget_copies(self, storage: int) -> None:
         self.whole_boxes = {key: entry for key, entry in self.whole_boxes.items() if key[0] != storage}
 
     def gather_argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
@@ -208,7 +208,7 @@ class StepWriter:
         storage = value.storage
         if storage in cell_map.cuts:
             axes, place = cell_map.axes[storage], cell_map.places[index]
-            box = require(cell_map.box(storage, index, cut, low, high), op)
+            box = require(cell_map.box_of(storage, index, cut, low, high), op)
             dims, shape = (None, value.shape) if cut is None else (cut.dims, cut.part_shape(value.shape, low, high))
             stride = require(axes.strides(place, shape, box, dims), op)
             gathered = self._gather(op, storage, value.dtype, box, reusable=cut is None)
@@ -277,7 +277,7 @@ class StepWriter:
             return
         axes, place = cell_map.axes[storage], cell_map.places[index]
         dims = None if cut is None else cut.dims
-        box = require(cell_map.box(storage, index, cut, low, high), op)
+        box = require(cell_map.box_of(storage, index, cut, low, high), op)
         stride = require(axes.strides(place, result.shape, box, dims), op)
         source = result
         if result.stride != stride or not covers(result, self.storages[result.storage].bytes):
@@ -291,11 +291,11 @@ class StepWriter:
     def store_written(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
         """Add ops that copy an argument written in place back to the memory that it was copied from."""
         old, cell_map = self.captured.values[index], self.cell_map
-        self.forget(old.storage)
+        self.forget_copies(old.storage)
         if part.storage == old.storage:
             return
         if old.storage in cell_map.cuts:
-            box = require(cell_map.box(old.storage, index, cut, low, high), op)
+            box = require(cell_map.box_of(old.storage, index, cut, low, high), op)
             self.scatter(op, old.storage, part.dtype, box, part.storage)
             return
         cut = require(cut, op)
