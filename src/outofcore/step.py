@@ -197,7 +197,7 @@ class Step(Generic[P, R]):
         return self._last_planned_step("profiled").costs
 
     def _last_planned_step(self, stage: str) -> PlannedStep:
-        """Return the step of the last planned call; raise ``StateError`` if there is none."""
+        """Return the step of the last planned call; raise ``StateError`` before the first one."""
         if self._session.steps.last_step is None:
             raise StateError(self._no_plan_message(f"it is {stage} at its first call"))
         return self._session.steps.last_step

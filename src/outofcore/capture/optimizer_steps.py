@@ -109,8 +109,8 @@ class StateLayouts:
     ) -> list[StateLayout]:
         """Return the layout of the optimizer state of each member (group index, parameter).
 
-        State on another device than the step's is left out. ``ranges`` are the shapes to update, by default those of
-        the parameters. Raises ``CaptureError`` if the optimizer's step fails on fakes or creates unsupported state.
+        State on another device than the step's is left out. ``ranges`` are the shapes to update, by default the
+        parameters' shapes. Raises ``CaptureError`` if the optimizer's step fails on fakes or creates unsupported state.
         """
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
         shapes = ranges or [shape_of(parameter) for _, parameter in members]

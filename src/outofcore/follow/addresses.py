@@ -199,7 +199,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the module name of the nearest frame outside ``torch.storage``; empty if there is none."""
+    """Return the module name of the nearest frame outside ``torch.storage``; empty without one."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""

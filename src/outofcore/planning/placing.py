@@ -125,7 +125,7 @@ def rectangle_of(block: Block, instruction_count: int) -> Rectangle:
 
 
 def small_region_bytes(whole: Program) -> int:
-    """Return the bytes that the small blocks take, below the large ones, if nothing is evicted."""
+    """Return the bytes that the small blocks take, below the large ones, without evictions."""
     small = [block for block in whole.blocks if not is_large(block.bytes)]
     return round_up(_pack(small, len(whole.instructions), None, EFFORT).height, PAGE_BYTES)
 
