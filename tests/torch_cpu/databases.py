@@ -21,6 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ def equal(actual: Any, expected: Any) -> bool:
         if actual.is_floating_point():  # all NaN are equal
             return bool(
                 torch.equal(actual.isnan(), expected.isnan())
-                and torch.equal(actual.nan_to_num(), expected.nan_to_num())
+                and torch.equal(
+                    actual.nan_to_num(posinf=inf, neginf=-inf), expected.nan_to_num(posinf=inf, neginf=-inf)
+                )
             )
         return torch.equal(actual, expected)
     return bool(actual == expected or (actual != actual and expected != expected))  # noqa: PLR0124 - NaN

@@ -292,6 +292,15 @@ def test_mismatch_in_leftover_elements_is_detected() -> None:
     assert find_mismatches(claims, [x, y], CpuBackend(), ROOM) == frozenset({claims[0].key} if uneven else set())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_infinity_does_not_match_the_largest_number(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([torch.nan, largest, -largest, 0.0], dtype=dtype)
+    assert equality._have_same_bits(values, torch.tensor([-torch.nan, largest, -largest, 0.0], dtype=dtype))
+    for other in ([torch.inf, -largest, 0.0], [largest, -torch.inf, 0.0], [largest, -largest, -0.0]):
+        assert not equality._have_same_bits(values, torch.tensor([torch.nan, *other], dtype=dtype))
+
+
 def test_verdicts_are_cached(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (Value(n, torch.float32, (64, 64), (64, 1)) for n in (0, 1))
     call = Call(torch.ops.aten._softmax.default, (Ref(0), -1, False), {}, (1,))

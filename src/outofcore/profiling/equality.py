@@ -616,7 +616,7 @@ def _representative_parts(ends: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _have_same_bits(first: torch.Tensor, second: Any) -> bool:
-    """Return whether two tensors have the same bits; a NaN equals any NaN."""
+    """Return whether two tensors have the same bits; all NaNs count as equal."""
     if not isinstance(second, torch.Tensor) or first.dtype != second.dtype or first.numel() != second.numel():
         return False
     first, second = first.reshape(-1), second.reshape(-1)
@@ -625,11 +625,10 @@ def _have_same_bits(first: torch.Tensor, second: Any) -> bool:
     integer_type = _INTEGER_TYPES.get(first.dtype.itemsize)
     if not first.is_floating_point() or integer_type is None:
         return torch.equal(first, second)
-    if torch.equal(first.contiguous().view(integer_type), second.contiguous().view(integer_type)):
+    first_bits, second_bits = first.contiguous().view(integer_type), second.contiguous().view(integer_type)
+    if torch.equal(first_bits, second_bits):
         return True
     nan = first.isnan()
-    if not torch.equal(nan, second.isnan()):
-        return False
-    return torch.equal(first.nan_to_num(), second.nan_to_num()) and torch.equal(
-        first.signbit() & ~nan, second.signbit() & ~nan
+    return torch.equal(nan, second.isnan()) and torch.equal(
+        first_bits.masked_fill(nan, 0), second_bits.masked_fill(nan, 0)
     )
