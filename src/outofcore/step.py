@@ -290,9 +290,9 @@ class Step(Generic[P, R]):
         Args:
             folder: created if it does not exist. It gets safetensors files and ``checkpoint.json``, which lists them.
             extra: plain data of yours (numbers, text, lists, dicts), such as an epoch or a scheduler's state dict.
-            frozen: False leaves out parameters that do not require gradients, such as the base of adapters, unless they
-                have a gradient or optimizer state or share memory with a saved tensor. ``load`` then leaves those
-                unchanged, and refuses a model in which they have another name, shape or dtype.
+            frozen: False leaves out parameters that do not require gradients, such as the base of adapters. Parameters
+                with a gradient or optimizer state, or in the memory of a saved tensor, are still saved. ``load`` keeps
+                the values of omitted parameters, and checks that they have the same names, shapes and dtypes.
 
         Raises:
             StateError: the step is closed or failed half way, or has contents that cannot be saved.

@@ -128,7 +128,7 @@ def read_request(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
 
 
 def _reduction_name(func: Any, boxed_reduction: Any) -> str:
-    """Return the name, such as "sum", of the reduction in a call of ``func``. Refuse reductions with parameters."""
+    """Return the name of a reduction, such as "sum"; refuse unsupported reductions. ``func`` is for the message."""
     name = convert_reduction(boxed_reduction)
     if isinstance(name, str):
         return name

@@ -265,7 +265,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield (key, name, kind, tensor) of all parameters and buffers; the same tensor may come several times."""
+    """Yield (key, name, kind, tensor) of all parameters and buffers, with repetitions; names are for messages."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():

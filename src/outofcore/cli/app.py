@@ -315,7 +315,8 @@ def run(
     check: Annotated[
         bool,
         typer.Option(
-            "--check/--no-check", help="Checksums of evicted tensors that need no copy, to detect unnoticed writes."
+            "--check/--no-check",
+            help="Compare checksums of tensors evicted without a copy, to detect unnoticed writes.",
         ),
     ] = True,
     arrays: Arrays = None,

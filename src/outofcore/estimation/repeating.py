@@ -363,7 +363,7 @@ class _BlockRepeater:
                     return new[s, None]
 
         def storages_of_uncopied(old_ids: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
-            """Return the new ids of an uncopied op's storages; ``op_block`` is the op's block (None: outside)."""
+            """Return the new ids of the storages of an op that is not repeated, in ``op_block`` or outside (None)."""
             blocks = [self._block[s] for s in old_ids]
             if not {_ONE, _TWO} & set(blocks):
                 return tuple(new[s, None] for s in old_ids)

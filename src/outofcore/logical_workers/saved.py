@@ -74,7 +74,7 @@ class SavedTraining(Struct):
                 Context.from_saved(context)
         except (msgspec.ValidationError, ValueError) as error:
             raise InputError(
-                f"the workers in the checkpoint in {folder} cannot be read: {error}; load another checkpoint"
+                f"the logical workers of the checkpoint in {folder} cannot be read: {error}; load another checkpoint"
             ) from error
         return saved, extra.get("extra")
 

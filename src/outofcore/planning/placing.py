@@ -98,7 +98,7 @@ def _live_bytes(blocks: Sequence[Block], instruction_count: int) -> NDArray[np.i
 
 
 def _liftable_blocks(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
-    """Return the ids of small blocks that may be placed among the large ones without a higher arena."""
+    """Return the ids of small blocks, used by recomputation only, that may be placed among the large blocks."""
     recomputation, elsewhere = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):

@@ -218,12 +218,12 @@ def first_fitting_plan(policy: Policy, graph: StepGraph, costs: Costs, budget: i
     return []
 
 
-def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant: Asked) -> Planned | None:
-    """Return a plan of this variant, placed within the budget; None if no plan fits."""
+def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, make_plan: Asked) -> Planned | None:
+    """Return a plan by ``make_plan`` that is placed within the budget; None if no plan fits."""
 
     def named_plan(room: int) -> Plan:
-        """Return the variant's plan under the policy's name; raise an error if the plan is invalid."""
-        plan = variant(room)
+        """Return the plan under the policy's name; raise an error if it is invalid."""
+        plan = make_plan(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's
             raise InputError(
                 f"the policy {policy.name!r} returned {plan!r}, which is not an outofcore.plan.Plan; return a Plan"

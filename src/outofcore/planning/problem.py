@@ -164,10 +164,10 @@ class Problem:
         return needed
 
     def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
-        """Return a choice of homes such that no home overflows; None if the homes are too small.
+        """Return the choice of homes, changed where a home would overflow; None if a storage finds no home with room.
 
-        Storages with the largest mean ``shares`` (by gap and home) choose first, then storages with the most gaps per
-        op at home.
+        Storages are placed in order: first by the largest mean of ``shares[gap, home]`` over their gaps, then by the
+        most gaps per op at home.
         """
         if all(home.bytes is None for home in self.homes):
             return choice

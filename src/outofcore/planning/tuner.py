@@ -84,7 +84,7 @@ class TunedState:
 
 
 class Tuner:
-    """A local search over the residencies and copy schedules of a step; ``choices`` must recompute no gap."""
+    """A local search over the residencies and copy schedules of a step; it starts without recomputation."""
 
     def __init__(self, choices: Choices) -> None:
         self._problem = problem = choices.problem
@@ -191,7 +191,7 @@ class Tuner:
         return TunerState(self._ints(view.kind), self._ints(view.fetch), self._ints(view.home))
 
     def _decisions(self, view: _View) -> tuple[Decision, ...]:
-        """Return the decisions of the native search's state, in order of gap."""
+        """Convert the state of the native search to decisions; gaps that are kept on the device have no decision."""
         n, decisions = len(self._problem.graph.ops), list[Decision]()
         kind, fetch, home = (self._ints(address) for address in (view.kind, view.fetch, view.home))
         is_open, release, arrival = (self._ints(address) for address in (view.open, view.release, view.arrival))

@@ -44,7 +44,7 @@ def find_differences(captured: Captured, op: Op, results: Sequence[object]) -> l
 
 
 def _compare(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
-    """Yield the differences between a result and its captured value, the most serious first."""
+    """Yield the differences between a result's metadata (such as shape and dtype) and its captured value."""
     expected = _describe(value.dtype, value.shape)
     if not isinstance(result, torch.Tensor):
         yield Difference(leaf, "kind", "undefined" if result is None else f"a {type(result).__name__}", expected)

@@ -35,7 +35,7 @@ def in_memory(path: Path) -> bool:
 
 
 def default_spill_directory() -> Path:
-    """Return the folder for spill files, preferably on a disk; warn if all candidates are in memory."""
+    """Choose a folder for spill files, on a disk if possible; it may create the cache folder."""
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):
         return temporary

@@ -109,7 +109,7 @@ def _check_blocks(step: ValidatedStep) -> None:
         if block.storage not in lasting:
             raise refusal(
                 block,
-                "wraps, but its contents do not persist: it must be of a persistent storage or a constant",
+                "lives into the next step, but its storage is neither persistent nor a constant; end it in the step",
             )
         if block.storage in wrapping:
             raise ValidationError(

@@ -286,7 +286,7 @@ class _WindowReplay:
                 self._free(s, now + 1)
 
     def _record_offload(self, s: int, now: int) -> None:
-        """In the final step, record a decision to offload storage ``s`` until op ``now`` if it was evicted."""
+        """In the last repetition, record that storage ``s`` was offloaded before its use at ``now``, if so."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]
         base = (self.steps - 1) * n
