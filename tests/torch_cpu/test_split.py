@@ -297,8 +297,8 @@ def test_infinity_does_not_match_the_largest_number(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     values = torch.tensor([torch.nan, largest, -largest, 0.0], dtype=dtype)
     assert equality._have_same_bits(values, torch.tensor([-torch.nan, largest, -largest, 0.0], dtype=dtype))
-    for other in ([torch.inf, -largest, 0.0], [largest, -torch.inf, 0.0], [largest, -largest, -0.0]):
-        assert not equality._have_same_bits(values, torch.tensor([torch.nan, *other], dtype=dtype))
+    for changed in ([torch.inf, -largest, 0.0], [largest, -torch.inf, 0.0], [largest, -largest, -0.0]):
+        assert not equality._have_same_bits(values, torch.tensor([torch.nan, *changed], dtype=dtype))
 
 
 def test_verdicts_are_cached(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
