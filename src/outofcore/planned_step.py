@@ -129,7 +129,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quick search; None if that fails or would not save time."""
+    """Return the plan of a quicker search than the policy's own; None if there is no such search, or no valid plan."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None

@@ -201,7 +201,7 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
-    """Refuse a step that writes into an input with shared memory, or that leaves a gradient in an input."""
+    """Refuse writes to an input that shares memory with another tensor of the step, and gradients left in inputs."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.inputs_sharing_memory().items():
         if storage in written:
@@ -228,7 +228,7 @@ def _check_requires_grad(mirror: Mirror) -> None:
 
 
 def _restore_storages(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Record copies of replaced parameters and buffers into their old storages; refuse a changed shape or dtype."""
+    """For each parameter or buffer that the step replaced, record a copy of the new tensor into the old storage."""
     moved: list[tuple[MirroredState, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)

@@ -505,7 +505,7 @@ class BoundUpdate:
         )
 
     def _make_shadow(self) -> None:
-        """Create the shadow with the bound tensors as its parameters; ``_step`` adds settings and state."""
+        """Create an empty optimizer as the shadow, and group the bound tensors for it."""
         update = self._update
         self._forget_count = update.forget_count
         self._leaves = [as_leaf(param, grad) for param, grad in zip(self._params, self._grads, strict=True)]

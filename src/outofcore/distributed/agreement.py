@@ -67,7 +67,7 @@ class Agreement:
             self._set_group([collective.group for collective in collectives])
 
     def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool:
-        """Return whether all processes have a plan for their next call; raise an error if the calls differ."""
+        """Return whether all processes have a plan for the call (``facts``); raise an error if these plans differ."""
         group = self._group
         if group is None:
             return facts is not None

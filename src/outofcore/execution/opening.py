@@ -148,7 +148,7 @@ class OpenHome:
             store.start()
 
     def occupy(self, step: object, move_out: Callable[[], None]) -> bool:
-        """Let ``step`` use its arena after the previous step has left its own; return False if both are the same."""
+        """Let ``step`` use the home, and move out the step before it; return False if ``step`` already did."""
         # ``move_out`` moves this step's tensors home when another step needs them.
         if self._occupant is not None and self._occupant[0] is step:
             return False

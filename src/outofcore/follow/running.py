@@ -123,7 +123,7 @@ def _fix_address(storage: torch.UntypedStorage, until_next_op: bool) -> None:
 
 @contextlib.contextmanager
 def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
-    """Keep a storage of a loop in memory while this context is open."""
+    """Keep a storage that a loop manages from being evicted in this context."""
     library = loaded_library(storage.device)
     is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:

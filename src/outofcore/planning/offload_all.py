@@ -10,10 +10,10 @@ from outofcore.planning.problem import Problem
 
 
 def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: Costs | None = None) -> Plan:
-    """Offload each gap of each large storage as early as possible, and fetch it as late as possible.
+    """Return the plan that evicts large storages in their gaps, to the nearest home with room.
 
     ``budget`` is only recorded in the plan. ``strict`` offloads between two consecutive ops, too: more copies, but
-    tighter placements. The nearest homes of ``costs`` are filled first; None stands for one home without limit.
+    tighter placements. ``costs`` names the homes, the nearest to be filled first; without it there is one home without limit.
     """
     n = len(graph.ops)
     homes = {} if costs is None else _homes(graph, costs)

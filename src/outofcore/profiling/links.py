@@ -509,7 +509,7 @@ class _DeviceTimes:
         return times
 
     def _issue(self, actions: Sequence[_TimedAction], counts: Sequence[int]) -> list[list[float]]:
-        """Run each action as often as ``counts``; return the seconds of the runs that overlapped with all actions."""
+        """Run action i ``counts[i]`` times, all actions concurrently; return the seconds of the overlapped runs."""
         driver = self._driver
         begin = driver.create_mark(timed=True)
         driver.record(Stream.COMPUTE, begin)

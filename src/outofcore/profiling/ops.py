@@ -421,7 +421,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Add a measured profile and return it; of two measurements on a busy machine, the shorter time counts."""
+        """Store a measurement and return it; on a busy machine, with the time of the stale one if that is shorter."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)

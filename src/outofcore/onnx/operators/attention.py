@@ -92,7 +92,7 @@ def _mask_bias(mask: Tensor, scores: Tensor) -> Tensor:
 
 
 def _visible_keys(scores: Tensor, first_query: Any, before: int, after: int) -> Tensor | None:
-    """Mask keys within ``before`` and ``after`` positions of each query; None if both are negative (no limit)."""
+    """Return a mask of the keys from ``before`` positions before each query to ``after`` after it; -1: no limit."""
     if before < 0 and after < 0:
         return None
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]

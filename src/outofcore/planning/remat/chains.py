@@ -112,7 +112,7 @@ class Choices:
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.recomputable if self.kind[g] == RECOMPUTED)
 
     def apply_snapshot(self, snapshot: Snapshot) -> bool:
-        """Apply a snapshot's residencies to gaps, all resident before; return False if that is impossible."""
+        """Give the gaps of a snapshot its residencies; return False if a recomputation is impossible."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
             self.problem.reserve(self.held, g, self.bytes[g])
