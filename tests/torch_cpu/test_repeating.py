@@ -153,7 +153,7 @@ def test_deepened_step_equals_the_captured_step(name: str, tmp_path: Path) -> No
     training = configs.Training(batch=2, sequence=32 if config.reads_tokens else None, **options)
     quick = fitting.Captures(config, CARD)
     graph, costs = quick.capture(training)
-    assert quick.repeats
+    assert quick.derives_steps
     exact, exact_costs = fitting.Captures(config, CARD, repeats=False).capture(training)
     assert graph.content(families=False) == exact.content(families=False)
     assert [cost.workspace_bytes for cost in costs.ops] == [cost.workspace_bytes for cost in exact_costs.ops]
@@ -166,13 +166,13 @@ def test_layers_repeat_only_in_models_with_enough_equal_layers(tmp_path: Path) -
     captures = fitting.Captures(config, CARD)
     graph, _ = captures.capture(configs.Training(batch=2, sequence=32))
     # The last six layers are equal and follow the others, which saves two layers.
-    assert captures.repeats
+    assert captures.derives_steps
     exact, _ = fitting.Captures(config, CARD, repeats=False).capture(configs.Training(batch=2, sequence=32))
     assert graph.content(families=False) == exact.content(families=False)
     config = read_config(tmp_path, {**ALTERNATING, "layer_types": ["sliding_attention"] * 9 + ["full_attention"] * 2})
     captures = fitting.Captures(config, CARD)
     captures.capture(configs.Training(batch=2, sequence=32))
-    assert not captures.repeats
+    assert not captures.derives_steps
 
 
 def capture_shallow(folder: Path, content: dict[str, Any], **options: Any) -> tuple[CostedStep, tuple[Stack, ...]]:

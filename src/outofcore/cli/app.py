@@ -164,7 +164,7 @@ def _answer_config(
         return fitting.answer(
             model_config,
             training_options,
-            card=preset,
+            target_device=preset,
             budgets=budgets,
             policy=places.policy,
             as_json=as_json,

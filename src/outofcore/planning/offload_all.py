@@ -13,7 +13,7 @@ def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: C
     """Return the plan that evicts large storages in their gaps, to the nearest home with room.
 
     ``budget`` is only recorded in the plan. ``strict`` offloads between two consecutive ops, too: more copies, but
-    tighter placements. ``costs`` names the homes, the nearest to be filled first; without it there is one home without limit.
+    tighter placements. ``costs`` names the homes, the nearest to be filled first; by default one home without limit.
     """
     n = len(graph.ops)
     homes = {} if costs is None else _homes(graph, costs)
