@@ -181,7 +181,7 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Record the last run's memory requests beyond the plan (surges); return whether there were any."""
+        """Raise the step's recorded requests to the unplanned ones of the last run; return whether any rose."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False

@@ -274,7 +274,7 @@ class Session:
         )
 
     def _should_switch_to_eager(self, signature: Signature, change: str) -> bool:
-        """Return whether to switch to an eager loop, since input sizes are new or Python values change too often."""
+        """Return whether to run eagerly: Python values change too often, or only the sizes of inputs differ."""
         if not self._may_run_eagerly:
             return False
         return (

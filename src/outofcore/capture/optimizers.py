@@ -228,7 +228,7 @@ class OptimizerUpdate:
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors inside the optimizer that this update may use."""
+        """Yield the state tensors of the parameters, and for optimizers outside PyTorch all other tensors in them."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))

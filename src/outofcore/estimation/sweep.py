@@ -261,7 +261,7 @@ def format_points(points: Sequence[Point]) -> str:
 
 
 def _table_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    """Return a printed table: a header, and the predictions for each budget."""
+    """Return the rows of a table as text: a header, then a row for each point."""
     rows = [("budget", "step", "evicted", "fetched", "recompute", "policy")]
     rows += [
         (

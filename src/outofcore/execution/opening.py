@@ -184,7 +184,7 @@ def parse_host_limit(host_budget: int | str | None) -> int | None:
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
     """Open the homes of a step on the CPU, nearest first: "host", "disk" (default) or a folder.
 
-    By default host memory is unlimited for "host", and not used before a disk. Raises ``UnitError`` for an invalid
+    By default "host" has no limit, and a disk is used alone. Raises ``UnitError`` for an invalid
     budget, ``SpillError`` if a home cannot be used.
     """
     limit = parse_host_limit(host_budget)

@@ -92,7 +92,9 @@ def _copy_message(state: _SlimState, kind: str, begin: int, end: int, depth: int
         else:
             raise InputError(f"the field at byte {start} has the unknown form {form}")
         if at > end:
-            raise InputError(f"the field at byte {start} ends after its message; the file was cut off")
+            raise InputError(
+                f"the field at byte {start} ends after its message: the file is cut off or damaged; export it again"
+            )
         if form != _WireType.MESSAGE or length < LARGE_BYTES:
             continue
         replaced = None

@@ -328,7 +328,7 @@ def _make_ops(
 
 
 def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _LinkBench:
-    """Return the actions to time for copies between process memory and a home."""
+    """Prepare a benchmark of a home in host memory: computation, writes to the first slot, reads of the second."""
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers

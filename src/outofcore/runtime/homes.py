@@ -489,7 +489,7 @@ class DiskHome(HomeStore):
         return home_tensor
 
     def _tensor_of_range(self, offset: int) -> torch.Tensor:
-        """Return a tensor that maps a range of another file; raises ``TransferError`` if mapping fails."""
+        """Return a tensor over a range of a user's file; raises ``TransferError`` if mapping fails."""
         try:
             return self._ranges.tensor_of(offset)
         except OSError as error:

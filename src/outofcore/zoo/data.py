@@ -82,7 +82,7 @@ def image_source(size: int, requested: ImageSource | None = None) -> ImageSource
 def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageSource) -> Batches:
     """Yield images (batch, 3, size, size) float32 of about zero mean, with labels (batch,) int64 below ``classes``.
 
-    A label, modulo ``classes``, is the quarter of a photograph, the digit, or the direction and colour of stripes.
+    A label (modulo ``classes``) stands for a quarter of a photograph, a digit, or the stripes' direction and colour.
     """
     draw = _image_sampler(source, batch, size, torch.Generator().manual_seed(seed))
     while True:

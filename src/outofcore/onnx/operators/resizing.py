@@ -217,7 +217,7 @@ def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RoiAlignAttribu
         extent = extent.clamp(min=1.0)
 
     def neighbours(column: int, bin_count: int) -> tuple[Tensor, ...]:
-        """Return each sample's two nearest indices, the weight of the second, and whether the sample is inside."""
+        """Return each sample's lower and upper index, the weight of the upper, and whether the sample is inside."""
         count, size = bin_count * ratio, x.shape[3 - column]
         steps = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count
         at = corners[:, column, None] + steps[None, :] * extent[:, column, None]

@@ -286,7 +286,7 @@ class _WindowReplay:
                 self._free(s, now + 1)
 
     def _record_offload(self, s: int, now: int) -> None:
-        """In the last repetition, record that storage ``s`` was offloaded before its use at ``now``, if so."""
+        """In the last repetition, record the offload that preceded the use of ``s`` at ``now``, if there was one."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]
         base = (self.steps - 1) * n

@@ -36,7 +36,7 @@ def named_refs(call: Call) -> list[tuple[ArgumentName, int]]:
 
 
 def with_tensors(named: Mapping[str, Any], tensors: Mapping[ArgumentName, Any]) -> dict[str, Any]:
-    """Return ``named`` with references to tensors replaced by ``tensors``."""
+    """Return arguments by name, with the values of ``tensors`` in the places that its keys name."""
     replaced = dict(named)
     for name, item in named.items():
         if (name, -1) in tensors:

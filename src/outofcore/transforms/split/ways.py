@@ -67,7 +67,7 @@ class OpSplit:
         return self.is_lookup or self.is_update
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the ends of up to ``parts`` parts, each a multiple of ``unit``."""
+        """Return the boundaries of at most ``parts`` parts, from 0 to the extent; (0, extent) if it cannot be split."""
         parts = min(parts, self.extent // self.min_length)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:
