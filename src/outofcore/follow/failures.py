@@ -25,8 +25,8 @@ def explain_error(error: BaseException, names: KnownStorages | None = None) -> E
     details = f", and {counts['kept']} cannot be moved" if refused.kept else ""
     if refused.small:
         details += f"; tensors below {counts['smallest']} take {counts['small']}"
-    if refused.beside:
-        details += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
+    if refused.reserved:
+        details += f"; {counts['reserved']} are kept for libraries, tensors below {counts['smallest']} and holes"
     parameter = (names or {}).get(refused.parameter, ("a parameter",))[0] if refused.sums else None
     op_name = _describe_op(op, parameter, error.__traceback__)
     return BudgetError(

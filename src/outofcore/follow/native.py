@@ -134,7 +134,7 @@ def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
     return result
 
 
-REFUSAL_FIELDS = ("budget", "asked", "used", "kept", "least", "small", "smallest", "beside", "sums", "parameter")
+REFUSAL_FIELDS = ("budget", "asked", "used", "kept", "least", "small", "smallest", "reserved", "sums", "parameter")
 
 
 class Refusal(ctypes.Structure):

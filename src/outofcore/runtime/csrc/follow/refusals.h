@@ -23,11 +23,11 @@ struct Numbers {
   int64_t least;  // smallest sufficient budget
   int64_t small;  // tensors below `smallest` bytes
   int64_t smallest;
-  int64_t beside;     // outside the arena: libraries, small tensors, holes
+  int64_t reserved;   // outside the arena: libraries, small tensors, holes
   int64_t sums;       // whether the op accumulates a parameter's gradient
   int64_t parameter;  // block id of its storage; -1: none
 };
-inline const borders::Border kNumbers = STRUCT(Numbers, budget, asked, used, kept, least, small, smallest, beside, sums, parameter);
+inline const borders::Border kNumbers = STRUCT(Numbers, budget, asked, used, kept, least, small, smallest, reserved, sums, parameter);
 
 struct Refusal {
   std::string text, op;
