@@ -27,7 +27,8 @@ struct Numbers {
   int64_t sums;       // whether the op accumulates a parameter's gradient
   int64_t parameter;  // block id of its storage; -1: none
 };
-inline const borders::Border kNumbers = STRUCT(Numbers, budget, asked, used, kept, least, small, smallest, reserved, sums, parameter);
+inline const borders::Border kNumbers =
+    STRUCT(Numbers, budget, asked, used, kept, least, small, smallest, reserved, sums, parameter);
 
 struct Refusal {
   std::string text, op;
