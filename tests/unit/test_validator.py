@@ -243,7 +243,9 @@ def test_ids_and_lifetimes_of_blocks_are_checked() -> None:
     refuses(
         with_block(PROGRAM, replace(PROGRAM.blocks[0], born=1, dies=2, wraps=True)), "wraps with born = 1, dies = 2"
     )
-    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], born=2, dies=1, wraps=True)), "neither persistent nor a constant")
+    refuses(
+        with_block(PROGRAM, replace(PROGRAM.blocks[2], born=2, dies=1, wraps=True)), "neither persistent nor a constant"
+    )
     refuses(replace(PROGRAM, results=(0, 3)), r"the results .* name storages that the graph does not have")
 
 

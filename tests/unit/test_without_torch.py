@@ -72,6 +72,9 @@ def test_plan_and_validate_run(graph: Path, tmp_path: Path) -> None:
     process = outofcore_command("validate", "--graph", str(graph), "--plan", str(plan))
     assert process.returncode == 0, process.stderr
     assert process.stdout.startswith("valid: ")
+    process = outofcore_command("validate", "--graph", str(graph), "--plan", str(plan), "--budget", "1MiB")
+    assert process.returncode != 0
+    assert f"{plan} is not a valid plan of {graph} within 1.00 MiB: " in process.stderr.replace("\n", " ")
     page = tmp_path / "report.html"
     process = outofcore_command("report", "--graph", str(graph), "--budget", "6MiB", "-o", str(page), "--no-curve")
     assert process.returncode == 0, process.stderr

@@ -18,7 +18,7 @@ from outofcore import planning
 from outofcore.busy import NOTE
 from outofcore.cli.options import AnswerOptions, ReportOptions
 from outofcore.costs import Costs
-from outofcore.errors import BudgetError
+from outofcore.errors import BudgetError, ValidationError
 from outofcore.estimation.reports import ReportedStep, report_step, trace_step
 from outofcore.estimation.sweep import Estimate, budgets_between, estimate_graph, format_points
 from outofcore.graph import StepGraph
@@ -425,7 +425,13 @@ def check_plan_file(graph: Path, plan: Path, budget: int | None) -> None:
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)
     limit = saved.budget if budget is None else budget
-    validate(file.graph, saved.program, limit, file.costs)
+    try:
+        validate(file.graph, saved.program, limit, file.costs)
+    except ValidationError as error:
+        raise ValidationError(
+            f"{plan} is not a valid plan of {graph} within {format_bytes(limit)}: {error}. Make the plan again; if "
+            "outofcore made this one for this graph, please report it with both files"
+        ) from None
     print(
         f"valid: the plan computes the {len(file.graph.ops)} ops of {graph} within {format_bytes(limit)} "
         f"({len(saved.program.instructions)} instructions, {format_bytes(saved.program.arena_bytes)} used, "
