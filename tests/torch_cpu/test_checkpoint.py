@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import outofcore
-from outofcore.checkpoint import tensor_files
+from outofcore.checkpoint import saving, tensor_files
 from outofcore.errors import InputError, StateError, TransferError
 from outofcore.runtime.file_io import Location
 
@@ -323,6 +323,36 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: p
     assert sorted(tmp_path.iterdir()) == before
     outofcore.load(tmp_path, model, optimizer)
     assert_same_bits(bits(model, optimizer), expected)
+
+
+def test_failed_sync_of_the_new_index_keeps_both_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, step = make()
+    run(step, range(1))
+    outofcore.save(tmp_path, model, optimizer)
+    states, indexes = [bits(model, optimizer)], [(tmp_path / saving.INDEX).read_bytes()]
+    run(step, range(1, 2))
+    states.append(bits(model, optimizer))
+    sync, replaced = saving._sync, os.replace
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def replace_and_fail(*args: Any) -> None:
+        replaced(*args)
+        monkeypatch.setattr(saving, "_sync", fail)
+
+    monkeypatch.setattr(os, "replace", replace_and_fail)
+    with pytest.raises(TransferError, match=r"is complete, but a power failure .*Input/output error.*save again"):
+        outofcore.save(tmp_path, model, optimizer)
+    indexes.append((tmp_path / saving.INDEX).read_bytes())
+    for state, index in zip(states, indexes, strict=True):  # after a power failure, either index may be there
+        (tmp_path / saving.INDEX).write_bytes(index)
+        outofcore.load(tmp_path, model, optimizer)
+        assert_same_bits(bits(model, optimizer), state)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(saving, "_sync", sync)
+    outofcore.save(tmp_path, model, optimizer)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def damage(folder: Path, change: Callable[[bytearray], bytearray]) -> None:

@@ -169,8 +169,9 @@ def _write_checkpoint(
                 gatherer.receiving(sum(isinstance(i, ShardRange) for named in files.values() for _, i in named))
             )
         suffix = stack.enter_context(lock_folder(folder))
+        previous_files = indexed_files(folder)
         # Free the disk space of files that an interrupted save left.
-        delete_unused_files(folder, indexed_files(folder))
+        delete_unused_files(folder, previous_files)
         written: dict[str, dict[str, int]] = {}
         buffer = allocate_buffer()
         try:
@@ -181,7 +182,8 @@ def _write_checkpoint(
             names = {stem: f"{stem}{suffix}" for stem in files}
             commit_index(folder, {**index, "names": names, "files": written}, set(written))
         except Exception:
-            delete_unused_files(folder, indexed_files(folder))
+            # If the new index is in place but not durable, either index may be there after a power failure.
+            delete_unused_files(folder, previous_files | indexed_files(folder))
             raise
     _log.info("saved %s into %s", format_bytes(sum(facts["bytes"] for facts in written.values())), folder)
 
@@ -360,11 +362,17 @@ def commit_index(folder: Path, index: Mapping[str, Any], files: set[str]) -> Non
         # The directory entries of the data files must reach the disk before that of the index.
         _sync(folder)
         os.replace(new, folder / INDEX)  # noqa: PTH105 - one system call, like the others here
-        _sync(folder)
     except OSError as error:
         raise TransferError(
             f"could not write the index of the checkpoint in {folder} ({error.strerror}); the checkpoint that was "
             "there before is still whole: make room there, or save elsewhere"
+        ) from error
+    try:
+        _sync(folder)
+    except OSError as error:
+        raise TransferError(
+            f"the new checkpoint in {folder} is complete, but a power failure may still bring back the previous one "
+            f"({error.strerror}): save again, or save elsewhere"
         ) from error
     delete_unused_files(folder, files)
 
