@@ -456,6 +456,20 @@ def test_tensor_setting_and_optimizer_only_parameter_are_saved(tmp_path: Path) -
     assert (standalone == 0.25).all()
 
 
+def test_optimizer_only_parameter_without_its_saved_values_is_refused(tmp_path: Path) -> None:
+    model, standalone = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+    outofcore.save(tmp_path, model, torch.optim.SGD([*model.parameters(), standalone], lr=0.1))
+    model, standalone = nn.Linear(4, 4), nn.Parameter(torch.ones(5))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(InputError, match=r"optimizer.0.parameter.2 has the shape \(5,\), and \(3,\) in"):
+        outofcore.load(tmp_path, model, torch.optim.SGD([*model.parameters(), standalone], lr=0.1))
+    outofcore.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer_of_a_copy = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    with pytest.raises(InputError, match="parameter 0 of optimizer 0 is in no model"):
+        outofcore.load(tmp_path, model, optimizer_of_a_copy)
+    assert_same_bits(list(model.parameters()), before)
+
+
 def test_scheduler_resumes_from_extra(budget: int, tmp_path: Path) -> None:
     def sides() -> tuple[Any, ...]:
         model, optimizer, step = make()

@@ -253,9 +253,13 @@ class Checkpoint:
                 f"state.{index_in_optimizer}.{n}": v for n, v in optimizer.state.get(parameter, {}).items()
             }
             if id(parameter) not in model_ids:
-                entry = entries.get(f"optimizer.{number}.parameter.{index_in_optimizer}")
-                if entry is not None and tuple(parameter.shape) == entry.shape and parameter.dtype == entry.dtype:
-                    targets[entry.name] = self._target(parameter)
+                key = f"optimizer.{number}.parameter.{index_in_optimizer}"
+                if key not in entries:
+                    raise InputError(
+                        f"parameter {index_in_optimizer} of optimizer {number} is in no model, and the checkpoint in "
+                        f"{self.folder} does not have its values: pass the models that were saved"
+                    )
+                targets[key] = self._target(parameter)
             for name, tensor in state.items():
                 entry = entries.get(f"optimizer.{number}.{name}")
                 if entry is not None and self._accepts_entry(parameter, tensor, entry):
