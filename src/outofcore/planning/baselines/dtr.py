@@ -33,7 +33,7 @@ _MAX_EVICTED_INPUTS = 8
 
 @dataclass(frozen=True)
 class DTR(CheckedPolicy):
-    """Evicts the tensor that is cheapest to recompute for its bytes and its age whenever room is needed.
+    """Evicts, whenever memory runs out, the tensor that is cheapest to recompute for its bytes and age.
 
     Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1. As the step
     runs, each allocation that does not fit evicts the tensor with the smallest
