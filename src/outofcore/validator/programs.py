@@ -395,7 +395,7 @@ class _Replay:
         return location
 
     def _assign_bytes(self, location: _Location, begin: int, end: int) -> None:
-        """Assign bytes [begin, end) to a location; check that all users of their former holders have ended."""
+        """Assign bytes [begin, end) to a location; check that all earlier users of these bytes have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
