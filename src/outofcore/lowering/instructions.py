@@ -206,7 +206,7 @@ class _Lowering:
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
                     f"there is no home {decision.home}: the costs have {len(self.costs.homes)} homes, numbered from 0; "
-                    f"use one of these: {decision}"
+                    f"correct the home of {decision}"
                 )
             if gap.start < 0:
                 if decision.home:

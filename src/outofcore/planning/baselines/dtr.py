@@ -231,7 +231,7 @@ class _GreedyEviction:
         return True
 
     def _update_cost(self, op: int, g: int) -> None:
-        """Update the seconds that it would cost to evict gap ``g`` at an op; infinity if that is impossible."""
+        """Update the cost in seconds of evicting gap ``g`` at an op; infinite if the gap cannot be recomputed."""
         state = self.state
         self.stale[g] = False
         chain = state.chain(op, (g,))
