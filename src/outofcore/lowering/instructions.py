@@ -175,7 +175,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check the plan's decisions; return all that evict, fetch or recompute a storage."""
+        """Return the decisions to carry out, fetches of inputs included; raise ``GraphError`` if one is invalid."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -206,7 +206,7 @@ class _Lowering:
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
                     f"there is no home {decision.home}: the costs have {len(self.costs.homes)} homes, numbered from 0; "
-                    f"use one of these: {decision}"
+                    f"correct the home of {decision}"
                 )
             if gap.start < 0:
                 if decision.home:
@@ -223,7 +223,7 @@ class _Lowering:
         return decisions
 
     def _check_staying(self) -> None:
-        """Raise ``GraphError`` if a storage that stays after the step is evicted or is not a gradient."""
+        """Raise ``GraphError`` if a storage planned to stay on the device is evicted or is not a gradient."""
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
@@ -300,7 +300,7 @@ class _Lowering:
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _recompute(self, storages: list[int], op_ids: Sequence[int]) -> None:
-        """Append runs of these ops, which recompute the storages in new blocks."""
+        """Append instructions that run the given ops again, to recompute storages in new blocks."""
         graph, history, version = self.graph, self.history, self.version
         if history is None:
             return
@@ -356,7 +356,7 @@ class _Lowering:
         self._append_run(op, self.block_of)
 
     def _append_run(self, op: Op, blocks: dict[int, int], *, recompute: bool = False) -> None:
-        """Append a run of an op that uses these blocks (by storage)."""
+        """Append an instruction that runs an op on the given blocks (by storage)."""
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         workspace = self._new_stay(None, scratch) if scratch else None
         used = tuple(blocks[s] for s in op.touched)

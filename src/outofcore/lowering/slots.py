@@ -39,7 +39,7 @@ def slot_bytes(storage_bytes: int) -> int:
 
 
 def permanent_slots(graph: StepGraph, program: Program) -> dict[int, int]:
-    """Map each storage that has a slot at a home for the whole step to this home."""
+    """Map each storage with a slot for the whole step to the home of this slot."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     homes = {s: 0 for s in graph.outputs if s in moving}
@@ -72,7 +72,7 @@ def temporary_slots(graph: StepGraph, program: Program) -> Iterator[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class SlotReuse:
-    """A temporary slot and the earlier slots whose bytes it reuses."""
+    """A temporary slot and the freed slots that make room for it."""
 
     slot: Slot
     freed: tuple[Slot, ...]  # slots of the same home that are free from here on
@@ -80,7 +80,7 @@ class SlotReuse:
 
 
 def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotReuse] | None:
-    """Choose the freed slots that each temporary slot reuses; None if a home is too small."""
+    """Choose freed slots to make room for each temporary slot; None if a home is too small."""
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
     home_bytes = [0] * len(capacity)
@@ -130,7 +130,7 @@ def assign_slots(graph: StepGraph, costs: Costs, program: Program) -> list[SlotR
 
 
 def copies_in_before_room(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Map copies out to how many copies in must free bytes at the home first; None if it is too small."""
+    """Map copies out to the number of copies in that must end first; None if a home is too small."""
     if all(home.bytes is None for home in costs.homes):
         return {}
     reuses = assign_slots(graph, costs, program)

@@ -26,7 +26,7 @@ _LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, Storage
 
 
 class _FreeTimes:
-    """The clock at which each byte of the arena becomes free, as disjoint intervals in order of address."""
+    """Records when each byte of the arena becomes free, as disjoint intervals in order of address."""
 
     def __init__(self, start: _Clock) -> None:
         self._initial = start
@@ -34,7 +34,7 @@ class _FreeTimes:
         self._pieces: list[tuple[int, _Clock]] = []  # the end of each interval, and when it is free
 
     def free_time(self, start: int, end: int) -> _Clock:
-        """Return the earliest clock at which all bytes of [start, end) are free."""
+        """Return the clock (instructions ended per queue) from which all bytes of [start, end) are free."""
         needed = self._initial
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
@@ -45,7 +45,7 @@ class _FreeTimes:
         return needed
 
     def set_free_time(self, start: int, end: int, clock: _Clock) -> None:
-        """Record that [start, end) is free once ``clock`` is reached."""
+        """Record the clock (instructions ended per queue) from which the bytes [start, end) are free."""
         first = bisect_left(self._starts, start)
         if first and self._pieces[first - 1][0] > start:
             first -= 1

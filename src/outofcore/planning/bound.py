@@ -125,7 +125,7 @@ class LowerBound(Relaxation):
         self.program.add_row(back, low=low)
 
     def _add_flow_out(self, home: int) -> None:
-        """Add variables and rows for the bytes that wait, at each moment, to be copied out to a home."""
+        """Add variables and constraints for the bytes that await a copy out to a home at each moment."""
         program, rate = self.program, self.problem.homes[home].bytes_per_s_out / UNIT
         written: list[dict[int, float]] = [{} for _ in self.passing]
         used: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
@@ -147,7 +147,7 @@ class LowerBound(Relaxation):
             self.flows[m].append(pending)
 
     def _add_flow_in(self, home: int) -> None:
-        """Add variables and rows for the bytes that were fetched from a home and not yet used, at each moment."""
+        """Add variables and constraints for the bytes fetched from a home but not yet used at each moment."""
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)

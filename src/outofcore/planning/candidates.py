@@ -46,7 +46,7 @@ class CandidateTuner:
         self.problem, self.params, self._tuner = choices.problem, params, Tuner(choices)
 
     def create(self, origin: str, choices: Choices, homes: Ints) -> list[Candidate]:
-        """Return a tuned candidate for each lead time of copies (slack) with which these choices fit."""
+        """Return tuned candidates from these choices: one for each lead time of copies (slack), if it fits."""
         state = TunerState(choices.kind, choices.fetch, array("q", homes.tolist()))
         candidates: list[Candidate] = []
         for slack in self.params.slacks:

@@ -107,7 +107,7 @@ class _Guide(Relaxation):
         return place.out_seconds(info.copied_bytes) * place.bytes_per_s_out / UNIT
 
     def _add_flows(self, home: int) -> None:
-        """Add variables and rows for the bytes that are copied to and from a home in each span of time."""
+        """Add variables and constraints for the bytes copied to and from a home in each span of time."""
         program, count, place, n = self.program, len(self.seconds), self.problem.homes[home], len(self.spans)
         # Bytes evicted after each span, and bytes needed back before it, in units.
         leaving, due = ([defaultdict[int, float](float) for _ in range(count)] for _ in range(2))

@@ -23,7 +23,7 @@ Asked = Callable[[int], Plan]
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides the residency of each gap of a step. Any object with these two attributes is a policy.
+    """Decides the residency of each gap of a step. Any object with ``name`` and ``variants`` is a policy.
 
     The planner asks a policy only if the whole step does not fit (``OffloadAll`` and ``ProfileGuided``: always). It
     lowers each plan, places it at addresses and simulates it. If the blocks of a plan do not fit the budget, the
@@ -219,7 +219,7 @@ def first_fitting_plan(policy: Policy, graph: StepGraph, costs: Costs, budget: i
 
 
 def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, make_plan: Asked) -> Planned | None:
-    """Return a plan by ``make_plan`` that is placed within the budget; None if no plan fits."""
+    """Plan with ``make_plan`` and place the plan within the budget; None if no plan fits."""
 
     def named_plan(room: int) -> Plan:
         """Return the plan under the policy's name; raise an error if it is invalid."""

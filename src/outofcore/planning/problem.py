@@ -118,7 +118,7 @@ class Problem:
         return ((info.gap.start + 1, n), (0, info.gap.end - n))
 
     def resident_bytes(self, is_kept: NDArray[np.bool_]) -> Ints:
-        """Return the bytes of kept gaps at each op, of shape (ops,); ``is_kept`` has shape (gaps,)."""
+        """Return the bytes held at each op by resident gaps; ``is_kept`` has shape (gaps,), the result (ops,)."""
         first, last, second_end, sizes = self._ranges
         delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
         kept_sizes = sizes * is_kept
@@ -164,7 +164,7 @@ class Problem:
         return needed
 
     def fit_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
-        """Return the choice of homes, changed where a home would overflow; None if a storage finds no home with room.
+        """Return the choice of homes, changed so that no home overflows; None if a storage fits at no home.
 
         Storages are placed in order: first by the largest mean of ``shares[gap, home]`` over their gaps, then by the
         most gaps per op at home.
@@ -229,7 +229,7 @@ class Problem:
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Arrays by gap: first op, end op, end of the part that wraps to the start of the step (or 0), bytes."""
+        """Arrays with a value for each gap: first op, end op, end op in the next step (or 0), and bytes."""
         n = len(self.graph.ops)
         inside = [self.ops_inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)

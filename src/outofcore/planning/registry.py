@@ -106,7 +106,7 @@ def _parse_arguments(text: str, arguments: str) -> dict[str, Any]:
 
 
 def _check_fields(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values``; raise ``InputError`` if they are not valid fields of ``kind``."""
+    """Return ``values``; raise ``InputError`` if ``kind`` has no such fields, or a search parameter is invalid."""
     names = [field.name for field in fields(kind)]
     for key in values:
         if key not in names:

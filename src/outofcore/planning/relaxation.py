@@ -53,7 +53,7 @@ class Relaxation:
         return [self.resident[g], *([self.recomputed[g]] if g in self.recomputed else []), *sent]
 
     def share_at_home(self, g: int, home: int) -> tuple[float, dict[int, float]]:
-        """Return a gap's share at a home as an expression: a constant, and a factor for each variable."""
+        """Return a gap's share at a home as a linear expression: a constant, and a factor for each variable."""
         info = self.problem.gaps[g]
         if (g, home) in self._offloaded:
             return 0.0, {self._offloaded[g, home]: 1.0}

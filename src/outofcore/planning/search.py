@@ -138,7 +138,7 @@ class _CandidateSearch:
         return any(candidate.value <= self.costs.compute_seconds * ratio for candidate in self.candidates)
 
     def _add_candidates(self, origin: str, choices: Choices) -> float:
-        """Add candidates tuned from these choices; return the best value, or infinity if no candidate fits."""
+        """Add candidates tuned from these choices; return the fewest seconds, or infinity if no candidate fits."""
         candidates = self.candidate_tuner.create(origin, choices, self.home_choice)
         if not candidates:
             _log.debug("%s: does not fit", origin)
@@ -181,7 +181,7 @@ class _CandidateSearch:
                     values[share] = self._try_share(excess, share)
 
     def _try_share(self, excess: int, share: float) -> float:
-        """Add candidates that offload this share of ``excess`` bytes; return the best value, or infinity."""
+        """Add candidates that offload this share of ``excess`` bytes; return the fewest seconds, or infinity."""
         choices = self.selection.drop(self.problem.limit + int(excess * share))
         return inf if choices is None else self._add_candidates(f"{share:.1%} of the excess offloaded", choices)
 

@@ -27,7 +27,7 @@ class Placed:
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
-    """Check that rectangles are aligned, fit and do not overlap; return the end of the highest."""
+    """Check that rectangles are aligned, do not overlap and fit the capacity; return the highest end."""
     height = 0
     events: list[tuple[int, int, Placed]] = []  # time, 0: end or 1: begin, rectangle
     for rectangle in placed:

@@ -377,7 +377,7 @@ class _Replay:
             self._write(self._block_location(run.workspace), None)
 
     def _block_location(self, block_id: int) -> _Location:
-        """Return the record of a block's present contents and users, created at the block's first use."""
+        """Return the record (location) of a block's contents and users; a new record at the block's first use."""
         location, block = self.stays[block_id], self.program.blocks[block_id]
         later = block.wraps and _stay_of(block, self.index) == 1
         if later:
@@ -395,7 +395,7 @@ class _Replay:
         return location
 
     def _assign_bytes(self, location: _Location, begin: int, end: int) -> None:
-        """Assign bytes [begin, end) to a location; check that all users of their former holders have ended."""
+        """Assign bytes [begin, end) to a location; check that all earlier users of these bytes have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:

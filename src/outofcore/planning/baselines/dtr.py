@@ -33,7 +33,7 @@ _MAX_EVICTED_INPUTS = 8
 
 @dataclass(frozen=True)
 class DTR(CheckedPolicy):
-    """Evicts the tensor that is cheapest to recompute for its bytes and its age whenever room is needed.
+    """Evicts, whenever memory runs out, the tensor that is cheapest to recompute for its bytes and age.
 
     Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1. As the step
     runs, each allocation that does not fit evicts the tensor with the smallest
@@ -231,7 +231,7 @@ class _GreedyEviction:
         return True
 
     def _update_cost(self, op: int, g: int) -> None:
-        """Update the seconds that it would cost to evict gap ``g`` at an op; infinity if that is impossible."""
+        """Update the cost in seconds of evicting gap ``g`` at an op; infinite if the gap cannot be recomputed."""
         state = self.state
         self.stale[g] = False
         chain = state.chain(op, (g,))

@@ -105,7 +105,7 @@ class _Classifier:
         return best
 
     def _keep_fitting(self, classes: list[MapClass], stalling: frozenset[int]) -> tuple[float, list[MapClass]]:
-        """Keep as many swapped maps as fit, ``stalling`` ones first; return the step's seconds and the classes."""
+        """Keep swapped maps on the device where they fit, ``stalling`` maps first; return seconds and classes."""
         filled, room = list(classes), self.trials.room_with_kept_maps(classes)
         order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):

@@ -158,19 +158,19 @@ class _Checkpoints:
         return is_held
 
 
-def _crossing_bytes(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """Return the bytes held before each op of the forward pass: without ``waiting`` storages, and in total."""
+def _crossing_bytes(graph: StepGraph, waiting: set[int], forward_end: int) -> Sequence[tuple[int, int]]:
+    """Return for each op of the forward pass the bytes held before it, without and with ``waiting`` storages."""
     writes = History.of(graph).writes
-    lost = [0] * (turn + 2)
-    whole = [0] * (turn + 2)
+    without_waiting = [0] * (forward_end + 2)
+    total = [0] * (forward_end + 2)
     for storage, creator in graph.creator.items():
-        ahead = [use for use in graph.uses[storage] if use < turn]
-        if not ahead or creator >= turn:
+        ahead = [use for use in graph.uses[storage] if use < forward_end]
+        if not ahead or creator >= forward_end:
             continue
         count = placed_bytes(graph.storages[storage].bytes)
         # A storage that waits but is written again after the border does not wait as it crosses.
-        steady = max(op for op in writes[storage] if op < turn) if storage in waiting else ahead[-1]
-        for change, last in ((whole, ahead[-1]), (lost, min(steady, ahead[-1]))):
+        steady = max(op for op in writes[storage] if op < forward_end) if storage in waiting else ahead[-1]
+        for change, last in ((total, ahead[-1]), (without_waiting, min(steady, ahead[-1]))):
             change[creator + 1] += count
             change[last + 1] -= count
-    return list(zip(accumulate(lost), accumulate(whole), strict=True))
+    return list(zip(accumulate(without_waiting), accumulate(total), strict=True))

@@ -79,8 +79,8 @@ def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool
         if count <= max_count:
             return Plan("superneurons", budget, segments.decisions(count, recompute, ahead))
     raise BudgetError(
-        f"the step needs more than {budget} bytes even with every checkpoint offloaded; raise the budget, or choose "
-        "another policy than superneurons"
+        f"the step needs more than {budget} bytes even if superneurons offloads every checkpoint for which there is a "
+        "home; raise the budget, or choose another policy"
     )
 
 

@@ -105,8 +105,8 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = N
             group = _largest(0, n, lambda value, t=threshold, a=ahead, mode=mode: fits(t, a, value, mode))
         return Plan("tflms", budget, rewriting.decisions(threshold, ahead, group, mode))
     raise BudgetError(
-        f"the step needs more than {budget} bytes even with every result swapped; raise the budget, or choose another "
-        "policy than tflms"
+        f"the step needs more than {budget} bytes even with every swap that the options of tflms and the homes allow; "
+        "raise the budget, or choose another policy"
     )
 
 

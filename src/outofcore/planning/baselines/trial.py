@@ -244,7 +244,7 @@ class StepSimulator:
     def _timeline(
         self, swapped: list[int], times: tuple[float, ...], releases: dict[int, int], fetches: dict[int, int]
     ) -> tuple[float, frozenset[int], frozenset[int]]:
-        """Return the step's seconds, and the maps that delayed it by their copies out and by their copies in."""
+        """Return the step's seconds, and two sets of maps that delayed it: by copies out, and by copies in."""
         events: list[tuple[int, int, int]] = []  # the op before which it happens, the kind, the map
         for m in swapped:
             gap = self.maps[m]

@@ -10,7 +10,7 @@ from outofcore.plan import Gap
 
 
 def waiting_gaps(graph: StepGraph) -> tuple[Gap, ...]:
-    """Return the gaps of large created storages that span the *turn*.
+    """Return the gaps that span the *turn*, of large storages that the step creates.
 
     The turn is the op over which most bytes wait for later uses: in a training step the end of the forward pass.
     """

@@ -266,7 +266,7 @@ class _WindowReplay:
         return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
 
     def _evict_unused(self, now: int) -> None:
-        """Record the offloads that end at op ``now``; evict its storages without further uses in the window."""
+        """Record the offloads that end at op ``now``; evict the op's storages without further uses in the window."""
         state = self.state
         op = self.graph.ops[now % len(self.graph.ops)]
         for s in self.order.at[now]:
@@ -286,7 +286,7 @@ class _WindowReplay:
                 self._free(s, now + 1)
 
     def _record_offload(self, s: int, now: int) -> None:
-        """In the last repetition, record the offload that preceded the use of ``s`` at ``now``, if there was one."""
+        """Record the offload, if any, before the use of ``s`` at op ``now``, but only in the last repetition."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken_at = self.order.storage[s], state.last.get(s), state.allocated_at[s]
         base = (self.steps - 1) * n

@@ -79,7 +79,7 @@ def components(rectangles: Rectangles) -> list[Ints]:
 
 
 def _search_runs(rectangles: Rectangles, restarts: bool) -> Iterator[tuple[Ints, int]]:
-    """Yield endlessly an order in which to place rectangles, and the maximum number of nodes to search."""
+    """Yield placement orders without end, each with a maximum number of nodes to search."""
     width = rectangles.lifetimes.astype(np.float64)
     total = _peak_during(rectangles).astype(np.float64)
     run = 0

@@ -82,7 +82,7 @@ def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, deadlin
 def canonical_run(
     rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, deadline: Deadline
 ) -> tuple[CanonicalResult, Ints, int]:
-    """Search over at most ``nodes`` nodes; return the result, the offsets and the effort left."""
+    """Search for a placement over at most ``nodes`` nodes; return the result, the offsets and the effort left."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
     effort_left = _COUNT(effort)

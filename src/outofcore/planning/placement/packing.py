@@ -67,7 +67,7 @@ def pack(
 def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
     """Place rectangles by the best-fit rule of profile-guided memory optimization alone, without search.
 
-    At the lowest free offset, of the rectangles whose lifetime fits, place the one with the longest lifetime. After
+    At the lowest free offset, the rectangle with the longest lifetime among the fitting ones is placed. After
     Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks" (arXiv
     1804.10001), section 3.
 

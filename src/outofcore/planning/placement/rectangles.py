@@ -85,7 +85,7 @@ class Rectangles:
     def of(
         rectangles: Sequence[Rectangle], base: int, segments: Sequence[tuple[tuple[int, int], ...]] | None = None
     ) -> Rectangles:
-        """Convert rectangles with bytes and a lifetime to arrays."""
+        """Convert rectangles to arrays; each must have bytes and a lifetime."""
         parts = [r.segments for r in rectangles] if segments is None else segments
         bounds = np.array([(p[0], p[-1]) for p in parts], dtype=np.int64).reshape(-1, 2, 2)
         moments, places = np.unique(bounds, return_inverse=True)

@@ -112,7 +112,7 @@ class Choices:
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.recomputable if self.kind[g] == RECOMPUTED)
 
     def apply_snapshot(self, snapshot: Snapshot) -> bool:
-        """Give the gaps of a snapshot its residencies; return False if a recomputation is impossible."""
+        """Set the residencies of gaps from a snapshot; return False if a recomputation is impossible."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
             self.problem.reserve(self.held, g, self.bytes[g])
@@ -181,7 +181,7 @@ def recompute_decisions(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrival_decisions(choices: Choices) -> tuple[Decision, ...]:
-    """Return decisions to fetch inputs as early as they fit, if they do not fit from the start."""
+    """Return a decision to fetch each input that does not fit from the start, as early as it fits."""
     room = choices.limit - (choices.held + choices.need)
     decisions: list[Decision] = []
     for info in choices.problem.gaps:

@@ -100,7 +100,7 @@ class CompiledChains:
     def find_chain(
         self, at: int, targets: Sequence[int], max_seconds: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, ChainLists] | None:
-        """Find a chain that recomputes ``targets``; return its seconds, bytes and lists, or None."""
+        """Return seconds, peak bytes, target bytes and lists of a chain that recomputes ``targets``, or None."""
         target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
             self._handle,
