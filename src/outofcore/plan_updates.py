@@ -181,7 +181,7 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Record memory that ops requested beyond the plan in the last run; return False if there is none to record."""
+        """Record memory that ops requested beyond the plan in the last run; return whether anything was recorded."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
