@@ -661,7 +661,7 @@ _dispatch_key: Any = _import_private("torch._C._parse_dispatch_key", Feature.HIG
 def without_dispatch_key(name: str) -> Iterator[None]:
     """Make higher-order operators, such as ``torch.cond``, ignore the dispatch key ``name``.
 
-    They do not use kernels that are registered for all operators. Only logs a warning if this PyTorch is unsuitable.
+    A kernel that a key has for all operators does not handle them. In an unsuitable PyTorch, this only logs a warning.
     """
     if names := missing(Feature.HIGHER_ORDER):
         _log.warning("this PyTorch has no %s, so %s do not work", ", ".join(names), Feature.HIGHER_ORDER.value)

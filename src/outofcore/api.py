@@ -334,8 +334,8 @@ def _check_can_run_eagerly(device: torch.device, home: object, policy: Policy, k
         )
     if policy != policy_of("auto") or kernels != "eager":
         raise InputError(
-            "dynamic=True runs every call as an eager loop, which is neither planned nor measured; leave 'policy' and "
-            "'kernels' out"
+            "dynamic=True runs every call as an eager loop, with PyTorch's own kernels and the policy 'auto'; "
+            "leave 'policy' and 'kernels' out"
         )
     if splits is Split.CLOSE:
         raise InputError(

@@ -83,7 +83,7 @@ class BackgroundPlanner(Generic[_Subject]):
         return self._answer is not None
 
     def start(self, subject: _Subject, job: PlanJob, niceness: int) -> bool:
-        """Start a planning job for ``subject``; return False if the job cannot be sent to the process."""
+        """Start a planning job, which ``subject`` identifies in ``poll``; return False if it cannot be started."""
         with contextlib.ExitStack() as opened:
             try:
                 answer_file = opened.enter_context(tempfile.TemporaryFile())
@@ -115,7 +115,7 @@ class BackgroundPlanner(Generic[_Subject]):
         self._niceness = niceness
 
     def poll(self) -> tuple[_Subject, PlanResult] | None:
-        """Return the subject and result of a finished or failed job, once; None if there is no such job."""
+        """Return the subject and result of a job that has ended since the last call; None if there is no such job."""
         if self._process is None or self._channel is None or self._answer is None or self._subject is None:
             return None
         try:

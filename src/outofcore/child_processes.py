@@ -30,7 +30,7 @@ def start_process(
     niceness: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls ``main``, with ``work`` as its input and ``answer`` as its output.
+    """Start a Python process that calls ``main``, with ``work`` as standard input and ``answer`` as standard output.
 
     ``main`` is "module:function". ``niceness`` is up to 19, the lowest priority; with 20 the process runs only on idle
     cores. The process ends with the thread that starts it. Raises ``OSError`` if it cannot be started.

@@ -16,7 +16,7 @@ _OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # queues without a home
 
 
 def apply_contention(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
-    """Return a program's timeline with the slowdown by concurrent copies; ``alone`` is its timeline without."""
+    """Return a program's timeline slowed by concurrent copies; ``alone`` is the timeline without that slowdown."""
     # Planners call this often: lanes are numbers, and a set of lanes is a bit mask.
     indices_by_lane: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
     for index, instruction in enumerate(program.instructions):

@@ -29,10 +29,10 @@ def refuse(file: str | Path, place: str, problem: str) -> NoReturn:
 
 
 def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bool = True) -> T:
-    """Read a JSON file, plain or gzip, as ``kind``; with ``file_format``, its "format" entry must be the same.
+    """Read a JSON file, plain or gzip, and convert its object to ``kind``.
 
-    If ``whole``, numbers such as 4096.0 are read as ints. Raises ``InputError`` if the file cannot be read, and
-    ``GraphError`` that names an invalid value, such as ``$.ops[3].seconds``.
+    ``file_format``: the required "format" entry; None: any. If ``whole``, numbers such as 4096.0 become ints. Raises
+    ``InputError`` if the file cannot be read, ``GraphError`` that names an invalid value, such as ``$.ops[3].seconds``.
     """
     value = _parse(path, _whole_or_float if whole else float)
     if not isinstance(value, dict):
@@ -114,7 +114,7 @@ def _parse(path: Path, read_float: Callable[[str], float]) -> object:
 
 
 def _invalid_values(value: object, json_path: str) -> Iterator[tuple[str, str]]:
-    """Yield the JSON path and the problem of each value that is marked as invalid."""
+    """Yield the JSON path and the problem of each ``_InvalidValue`` in a parsed JSON value."""
     if isinstance(value, _InvalidValue):
         yield json_path, value.problem
     elif isinstance(value, dict):

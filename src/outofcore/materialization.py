@@ -81,7 +81,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moving_home(home_tensors: HomeTensors) -> Iterator[None]:
-    """Move large tensors home when modules register them; if they share memory, move them at the end."""
+    """Move large tensors home when modules register them, or at the end of the context if they share memory."""
     thread = threading.get_ident()
     # Not the tensors: some are replaced, and references would keep their memory.
     modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -202,7 +202,7 @@ def _fill(model: nn.Module, home_tensors: HomeTensors, files: Weights | None, in
 
 
 def _find_in_files(model: nn.Module, files: Weights, home_tensors: HomeTensors) -> dict[str, tuple[ReadFile, Entry]]:
-    """Map the names of meta tensors that can be used in place in a file to that file and its entry.
+    """Find meta tensors that can use a file's bytes as their memory; return the file and entry of each, by name.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """
@@ -356,7 +356,7 @@ class _InitializationMode(TorchDispatchMode):
         return out
 
     def _record_use(self, tensor: torch.Tensor) -> None:
-        """Record that an op used a home tensor; drop the cached pages of used home tensors above 16 MiB."""
+        """Record that an op used a home tensor; drop cached pages when the used home tensors exceed 16 MiB in total."""
         if self._home_tensors is None or self._home_tensors.find(tensor) is None:
             return
         key = storage_key(tensor)
@@ -367,7 +367,7 @@ class _InitializationMode(TorchDispatchMode):
             self.drop_caches()
 
     def drop_caches(self) -> None:
-        """Drop the pages that cache used home tensors in memory; the tensors keep their contents at home."""
+        """Release the memory that caches used home tensors; undo writes to tensors that have their values in files."""
         if self._home_tensors is not None:
             for key, tensor in self._touched.items():
                 if key in self._restored:

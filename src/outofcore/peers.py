@@ -134,7 +134,7 @@ class Peers:
     def plan_together(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
-        """Capture and plan a step, with other processes if there are any; return the step and its completed facts."""
+        """Capture and plan a step, with other processes if any; return it, and ``facts`` completed from the capture."""
         ranks = self._ranks
         try:
             traced, recapture = self._planner.capture(args, kwargs)
@@ -164,7 +164,7 @@ class Peers:
     ) -> PlannedStep:
         """Return the step with the leader's plan, or with a plan of this process if the leader's is not valid here.
 
-        ``is_alike``: the leader captured the same graph. Raises ``StateError`` if all must share the leader's plan.
+        ``is_alike``: the leader captured the same graph. Raises ``StateError`` for an invalid plan that all must share.
         """
         planned_here: list[PlannedStep] = []
 
@@ -221,7 +221,7 @@ class Peers:
     ) -> PlannedStep | None:
         """Plan a step again for all processes with the measurements of rank 0; return None if the old plan stays.
 
-        ``unplanned``: requests beyond the plan, by op. Rank 0 calls ``keep(new_step, times_were_wrong)`` first.
+        ``unplanned``: new memory requests, by op. Rank 0 stores a new plan by ``keep(new_step, times_were_wrong)``.
         """
         policy, stores = self._planner.policy, self._planner.stores
 
@@ -261,7 +261,7 @@ def _is_valid_plan(captured: Captured, room: int, costs: Costs, planned: Planned
 
 
 def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
-    """Return the ids of optimizer updates with shorter shards in this process than in rank 0."""
+    """Return the ids of optimizer ops with a shard that is shorter in this process than in rank 0."""
     short = (
         {id(shard.parameter) for shard in shards.entries if shard.count < shard.chunks.count(0)} if shards else set()
     )

@@ -67,7 +67,7 @@ class PlanStore(Generic[_Document]):
         return plan
 
     def save(self, key: str, document: _Document) -> None:
-        """Store a document under a key; delete the oldest documents if there are too many."""
+        """Store a document under a key; delete the least recently used documents if there are too many."""
         if self.folder is None:
             return
         try:

@@ -164,7 +164,7 @@ class PlanUpdater:
             self._steps.replace_plan(entry, new_step)
 
     def _store_measurements(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
-        """Store measured costs of links and of ``ops`` (None: all), and the new plan if it was fully searched."""
+        """Store measured costs of ``ops`` (None: all) and of copies; store the new plan unless it is a quick one."""
         if self._cache is None:
             return
         facts = self._backend.facts()
@@ -181,7 +181,7 @@ class PlanUpdater:
     # Requests beyond the plan
 
     def record_surges(self, entry: KnownStep) -> bool:
-        """Raise the step's recorded requests to the unplanned ones of the last run; return whether any rose."""
+        """Record memory that ops requested beyond the plan in the last run; return whether anything was recorded."""
         runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.must_share_plan):
             return False
@@ -231,7 +231,7 @@ class PlanUpdater:
             raise TooSmallError(entry.refusal)
 
     def _plan_for_requests(self, entry: KnownStep, step: PlannedStep) -> None:
-        """Plan a step again by a quick search; if that fails, keep the plan and set ``entry.refusal``."""
+        """Plan a step again with its new memory requests; if that fails, keep the plan and set ``entry.refusal``."""
         before = entry.step
         if before.has_evictions:
             self._steps.leave_arena()  # frees memory for planning

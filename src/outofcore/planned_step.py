@@ -129,7 +129,7 @@ def plan(
 
 
 def _plan_quickly(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned | None:
-    """Return the plan of a quicker search than the policy's own; None if there is no such search, or no valid plan."""
+    """Return a valid plan from a quicker search than the policy's own; None if there is no such plan."""
     quick = quick_policy(policy)
     if quick is policy or not costs.homes:
         return None
@@ -265,7 +265,7 @@ def is_prediction_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool
 
 
 def storage_describer(captured: Captured) -> Callable[[int], str]:
-    """Return a function that describes a storage, given its id, for messages: its name, shape and dtype."""
+    """Return a function that maps a storage id to text: the storage's name, shape and dtype."""
     shapes = {}
     for value in captured.values:
         shapes.setdefault(value.storage, (value.shape, value.dtype))

@@ -130,10 +130,10 @@ def devices() -> tuple[Device, ...]:
 
 
 def device(name: str) -> Device:
-    """Return the preset of a name such as "h100", or a device made from numbers.
+    """Return the preset device for a name such as "h100", or make a device from numbers.
 
     A name is a preset's key or its unique prefix. The numbers are usable memory, the dense 16-bit peak (tf32: a half of
-    it, fp32: a quarter), the rate of copies from and to the host, and the memory bandwidth (default: 6 GB/s a TFLOPS).
+    it, fp32: a quarter), the rate of copies with the host, and the memory bandwidth (default: 6 GB/s per TFLOPS).
 
     Raises:
         InputError: no preset or several match, or the numbers cannot be parsed.

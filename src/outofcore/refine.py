@@ -50,7 +50,7 @@ def refine_costs(
     home_storages: frozenset[int],
     families: Sequence[str] = (),
 ) -> Costs:
-    """Return the costs with op times, copy bandwidths and slowdown by copies corrected by measured steps.
+    """Return costs that match measured steps: times of ops, bandwidths of copies, and the slowdown of ops by copies.
 
     ``home_storages`` were copied to a home, not to the caller's memory. ``families`` has the family of each op.
     """

@@ -122,7 +122,7 @@ class PlanWatch:
         return replace(self, steps=self.steps + 1)
 
     def record_planning(self, seconds: float) -> PlanWatch:
-        """Record that planning has started, after a pause of ``seconds`` in training."""
+        """Record the start of planning, which paused training for ``seconds``."""
         return replace(
             self,
             phase=WatchPhase.WAITING,

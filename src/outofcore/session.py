@@ -412,7 +412,7 @@ class Session:
     ) -> KnownStep:
         """Capture, measure and plan a call, together with other processes if there are any.
 
-        ``entry``: the step, if only other processes lack its plan; it is returned. ``alternatives``: similar steps.
+        ``entry``: the planned step, returned if only other processes lack a plan. ``alternatives``: similar steps.
         """
         peers = self._peers
         if peers is None:

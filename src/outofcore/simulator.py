@@ -237,7 +237,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
 
 
 def _memory_spans(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return up to two time spans in which each block holds memory; an infinite end is after the step."""
+    """Return the time spans, at most two, in which each block holds memory; an infinite end is after the step."""
     infinity = float("inf")
     # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.
     begins = [[infinity, infinity] for _ in program.blocks]

@@ -229,7 +229,7 @@ class Step(Generic[P, R]):
         return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _no_plan_message(self, advice: str) -> str:
-        """Return the error message for a step without a plan; ``advice`` completes it before the first call."""
+        """Return the error message for a step without a plan; ``advice`` ends the message if there was no call yet."""
         eager = self._session.eager_calls
         if eager is None or eager.last is None:
             return f"the step was not called yet: {advice}"
@@ -371,7 +371,7 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        """Raise ``StateError`` if the step is closed, used in a forked process, or torn by an earlier failure."""
+        """Raise ``StateError`` if the step is closed, in a forked process, or half changed by the error ``torn``."""
         if not self.is_compiling_process:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "

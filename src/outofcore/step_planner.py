@@ -147,7 +147,7 @@ class StepPlanner:
         return replace(step, choice=choice)
 
     def _load_stored_plan(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
-        """Return the step with its stored plan, if there is one; ``quickly`` also accepts a quickly made plan."""
+        """Return the step with its stored plan; None without a usable one (a quick plan is usable if ``quickly``)."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
             """Return the step with the stored plan; None if the step should be planned again."""

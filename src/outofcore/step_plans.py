@@ -103,9 +103,9 @@ class StepPlans:
     def keep(
         self, choice: VariantChoice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Store a plan, except a quick one if a fully searched plan is already stored.
+        """Store a plan; with ``is_quick``, a stored plan from a full search stays instead if it is still usable.
 
-        The stored plan must be for the same scratch memory, and not be made on a busier machine than the new one.
+        A usable plan is for the same scratch memory, and not from a busy machine unless the new one is as well.
         """
         needs, is_busy = _scratch_bytes_by_op(costs), costs.is_busy
 

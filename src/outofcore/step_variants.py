@@ -219,7 +219,7 @@ class VariantPlans:
         return self.step.find_variant(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
-        """Plan the step in a variant; if that does not fit, raise ``BudgetError``, or return None for ``FUSED``."""
+        """Plan the step in a variant; if it does not fit, return None for ``FUSED``, else raise ``BudgetError``."""
         captured = self.step.get_variant(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:
@@ -229,18 +229,18 @@ class VariantPlans:
             planned = self.plan_whole(captured, *self.measure(self.step, variant))
         return None if planned is None else replace(planned, variant=variant)
 
-    def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return an error if later calls do not fit and need more than the first; else ``first``, its error."""
+    def later_refusal(self, variant: Variant, first_refusal: BudgetError | None = None) -> BudgetError | None:
+        """Return an error if later calls do not fit and need more than the first call; else ``first_refusal``."""
         later = self.step.later if self.repeats else None
         if later is None:
-            return first
+            return first_refusal
         captured = later.find_variant(variant)
         if captured is None:
             variant, captured = LOWEST_MEMORY, later.get_variant(LOWEST_MEMORY)
         costs = later.costs(variant)
         smallest = planning.smallest_budget(captured.graph, costs)
-        if smallest <= max(self.room, (first and first.smallest_budget) or 0):
-            return first
+        if smallest <= max(self.room, (first_refusal and first_refusal.smallest_budget) or 0):
+            return first_refusal
         error = planning.explain_too_small(captured.graph, costs, self.room, storage_describer(captured))
         return BudgetError(
             f"{error}\nThese are the needs of the second call, which starts with the gradients of the first. To avoid "

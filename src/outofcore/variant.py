@@ -128,11 +128,11 @@ class VariantPlanner(VariantSizes, Protocol[P_co]):
         ...
 
     def plan(self, variant: Variant) -> P_co | None:
-        """Plan the step in a variant; if that does not fit, raise ``BudgetError``, or return None for ``FUSED``."""
+        """Plan the step in a variant; if it does not fit, return None for ``FUSED``, else raise ``BudgetError``."""
         ...
 
-    def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
-        """Return an error if later calls do not fit and need more than the first; else ``first``, its error."""
+    def later_refusal(self, variant: Variant, first_refusal: BudgetError | None = None) -> BudgetError | None:
+        """Return an error if later calls do not fit and need more than the first call; else ``first_refusal``."""
         ...
 
 
@@ -188,7 +188,7 @@ def smallest_variant(step: VariantSizes) -> tuple[Variant, int]:
 
 
 def finest_split(step: VariantSizes, whole_bytes: int) -> tuple[Variant, int] | None:
-    """Return the split with the smallest arena, and its bytes; None if no split needs less than ``whole_bytes``.
+    """Return the split with the smallest arena, and the arena's bytes; None if all need ``whole_bytes`` or more.
 
     The result depends on the step only, not on a budget, so ``smallest_budget`` reports it.
     """

@@ -404,7 +404,7 @@ def test_sizes_are_planned_without_native_code(monkeypatch: pytest.MonkeyPatch, 
 
 def test_invalid_dynamic_options_are_refused() -> None:
     ours = Side()
-    with pytest.raises(outofcore.InputError, match="neither planned nor measured"):
+    with pytest.raises(outofcore.InputError, match="own kernels and the policy"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", policy="window", dynamic=True)
     with outofcore.open_home("host") as home, pytest.raises(outofcore.InputError, match="a home that the step opens"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", home=home, dynamic=True)

@@ -84,11 +84,13 @@ class Step:
             return None
         raise BudgetError(f"{variant} needs more", need)
 
-    def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
+    def later_refusal(self, variant: Variant, first_refusal: BudgetError | None = None) -> BudgetError | None:
         need = 0 if self.later is None else self.later[variant.op_bytes is not None]
         need *= 1 if variant.form is Form.LOWEST_MEMORY else 4
         return (
-            BudgetError("later calls", need) if need > max(self.room, (first and first.smallest_budget) or 0) else first
+            BudgetError("later calls", need)
+            if need > max(self.room, (first_refusal and first_refusal.smallest_budget) or 0)
+            else first_refusal
         )
 
 
