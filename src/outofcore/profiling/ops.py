@@ -169,7 +169,7 @@ class _OpBench:
         return self._arena
 
     def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
-        """Return an op's cached profile or measure it; an op that cannot be measured alone costs zero seconds."""
+        """Return an op's cached or measured profile; zero seconds if the op cannot be measured alone."""
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
@@ -205,7 +205,7 @@ class _OpBench:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _plan_memory(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Plan the memory of a program with a single op; return the program, and the ends of arguments and memory."""
+        """Return a program that runs a single op, and the offsets where its arguments and all its memory end."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
