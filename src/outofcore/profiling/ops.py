@@ -421,7 +421,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Store a measurement and return it; on a busy machine, with the time of the stale one if that is shorter."""
+        """Store and return a measurement; an older, shorter time replaces a time measured on a busy machine."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -443,7 +443,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Cache the median costs in ``profiles`` of each op family; ``only`` selects families by ops."""
+    """Cache a profile per op family, with the median time of its ops; ``only`` selects families by ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:
