@@ -62,7 +62,7 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
 def _gathered_strides(
     captured: Captured, cell_map: CellMap, op: int, split: OpSplit | None
 ) -> dict[ArgumentName, tuple[int, ...]]:
-    """Map arguments that are gathered from cells to their new strides, if their memory layout changes."""
+    """Map arguments joined from pieces to their new strides, if the strides or the alignment change."""
     gathered_strides: dict[ArgumentName, tuple[int, ...]] = {}
     for name, index in named_refs(captured.calls[op]):
         value = captured.values[index]

@@ -72,7 +72,7 @@ def _single_dim(dim: int) -> Cut:
 
 
 def _split_elementwise(view: CallView) -> list[OpSplit]:
-    """Split an elementwise op along each dimension of its result, and along its merged leading dimensions."""
+    """List the splits of an elementwise op along single dimensions and along merged leading dimensions."""
     written = written_arguments(view.func, view.named)
     results = view.results()
     tensors = view.tensors()
@@ -117,7 +117,7 @@ def _independent_dims_rule(
 ) -> Rule:
     """Return a rule that splits an op along dimensions that all results and ``arguments`` share.
 
-    ``dims`` lists the ranges to cut; ``whole`` arguments stay uncut; ``adjust`` makes the ``Adjust`` for a range."""
+    ``whole`` arguments stay uncut. ``adjust`` makes the function that adapts constants such as sizes to a part."""
 
     def rule(view: CallView) -> list[OpSplit]:
         tensors = view.tensors()
@@ -141,7 +141,7 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists ranges of dimensions to split along: all without the op's own ``dim``."""
+    """Return a function that lists an argument's dimensions, as ranges, without the op's own ``dim``."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
