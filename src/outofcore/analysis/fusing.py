@@ -44,8 +44,8 @@ def ops_to_fuse(
     """Return the groups of op ids to fuse, in the order of their last ops.
 
     A group runs at the place of its last op. ``fusible`` ops have no random numbers, collectives or side effects.
-    ``scratch`` has known scratch bytes by op. An op may join a group that ends at most ``reach`` ops earlier if it reads
-    a storage of at least ``min_bytes`` that the group wrote. ``alone`` ops may form groups of one op if they touch one.
+    ``scratch`` has scratch bytes by op. An op may join a group that ends at most ``reach`` ops earlier if it reads
+    storages that the group wrote, of ``min_bytes`` or more. ``alone`` ops that touch one may form groups of one op.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
