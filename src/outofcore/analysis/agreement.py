@@ -29,7 +29,7 @@ class SplitUses:
 def choose_splits(
     uses: Mapping[int, Sequence[SplitUses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
-    """Choose one of the possible splits of each op so that few bytes are copied; return its index by op.
+    """Choose a split for each op such that few bytes are copied; return the index of each op's split.
 
     Args:
         uses: by op, the possible splits and the storages that each accesses; earlier splits are preferred.
@@ -98,7 +98,7 @@ class _SplitSearch:
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied_bytes, storages))
 
     def _best_split(self, op: int) -> int:
-        """Return the index of the split of an op that copies the fewest bytes; leave the op without a split."""
+        """Remove an op's split; return the index of the split that would copy the fewest bytes."""
         costs: list[int] = []
         for split_index in range(len(self._uses[op])):
             self._assign(op, split_index)
@@ -107,7 +107,7 @@ class _SplitSearch:
         return costs.index(min(costs))
 
     def _improve(self, ops: Iterable[int]) -> dict[int, int]:
-        """Improve the splits of ops and their neighbours as long as splits change; return the replaced splits by op."""
+        """Choose better splits for ops and their neighbours; return the former split index of each changed op."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)

@@ -35,7 +35,7 @@ class Lines:
 
 
 def lines_of(elements: int, windows: Iterable[TensorWindow]) -> Lines | None:
-    """Return an array layout with a dimension for each stride of the windows; None if there is no such layout.
+    """Return an array layout with a dimension for each stride of some tensors; None if there is no such layout.
 
     >>> lines_of(24, [TensorWindow((4, 6), (6, 1)), TensorWindow((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
@@ -61,7 +61,7 @@ class PlacedWindow:
 
 
 def place_window(lines: Lines, window: TensorWindow) -> PlacedWindow | None:
-    """Return a window as a box (one interval per dimension) of the array ``lines``; None if it is not a box."""
+    """Locate a tensor in an array as a box (an interval per dimension); None if it is not a box."""
     starts: list[int] = []
     remainder = window.offset
     for stride in lines.strides:
@@ -116,7 +116,7 @@ class Axes:
         return self._join_box(window.box)
 
     def _join_box(self, box: Box) -> Box | None:
-        """Convert a box with an interval per line to an interval per axis; None if an axis needs several intervals."""
+        """Convert intervals of array dimensions to an interval per axis; None if an axis needs several intervals."""
         joined: list[Interval] = []
         for first, end in self._spans():
             start, length, is_rest_whole = 0, 1, False
@@ -131,7 +131,7 @@ class Axes:
         return tuple(joined)
 
     def cut_unit(self, window: PlacedWindow, dims: Interval) -> int | None:
-        """Return the unit of cut positions along a window's merged ``dims``; None if it cannot be cut along them."""
+        """Return the step between possible cuts along a tensor's merged ``dims``; None if it cannot be cut there."""
         run = self.lines_of_dims(window, dims)
         if run is None:
             return None
@@ -150,7 +150,7 @@ class Axes:
         return runs[0][0], runs[-1][1]
 
     def box_of_part(self, window: PlacedWindow, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box of the slice ``low:high`` along a window's merged ``dims``; None if it is not a box."""
+        """Return the box (an interval per axis) that a slice of a tensor covers; None if it is not a box."""
         run, box = self.lines_of_dims(window, dims), self.box_of(window)
         if run is None or box is None:
             return None
@@ -170,7 +170,7 @@ class Axes:
     def strides(
         self, window: PlacedWindow, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a tensor slice of shape ``sizes`` in a copy of ``box``; None if they are irregular."""
+        """Return the strides of a tensor slice in a dense copy of ``box``; None if no strides describe the slice."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(window.runs)

@@ -44,8 +44,8 @@ def ops_to_fuse(
     """Return the groups of op ids to fuse, in the order of their last ops.
 
     A group runs at the place of its last op. ``fusible`` ops have no random numbers, collectives or side effects.
-    ``scratch`` has known scratch bytes by op. An op joins a group that wrote a storage of at least ``min_bytes`` for it
-    and ends at most ``reach`` ops earlier. ``alone`` ops form groups of one op if they touch such a storage.
+    ``scratch`` has scratch bytes by op. An op may join a group that ends at most ``reach`` ops earlier if it reads
+    storages that the group wrote, of ``min_bytes`` or more. ``alone`` ops that touch one may form groups of one op.
     """
     groups = _FusionSearch(graph, frozenset(fusible), scratch or {}, min_bytes, max_ops, reach).groups()
     alone_ops = {op for op in alone if any(graph.storages[s].bytes >= min_bytes for s in graph.ops[op].touched)}
@@ -102,7 +102,7 @@ class _FusionSearch:
         return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _join(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """Merge the groups that an op should join; return them without the op, or None if it should join no group."""
+        """Merge the groups that an op should join, without adding the op; None if there are no such groups."""
         if op.id not in self.fusible:
             return None
         candidates = list(

@@ -28,7 +28,7 @@ def is_large(count: int) -> bool:
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
     """Return the gaps between the uses of a storage in order; () for a constant.
 
-    Only the last gap, across the end of the step, may end at an op that overwrites a large storage as a whole.
+    A gap before an op that overwrites a whole large storage is left out, except across the end of the step.
     """
     uses = graph.uses[storage]
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:

@@ -33,7 +33,7 @@ class History:
 
     @staticmethod
     def of(graph: StepGraph) -> History:
-        """Record which versions of storages each op reads, and which ops write them."""
+        """Record the storage versions that each op reads, and the ops that write each storage."""
         writes: list[list[int]] = [[] for _ in graph.storages]
         before: list[dict[int, int]] = []
         for op in graph.ops:
@@ -44,7 +44,7 @@ class History:
 
     @cached_property
     def recompute_deadlines(self) -> dict[Content, int]:
-        """Map each written storage version to the last op before which any plan can recompute it; -1 for never."""
+        """Map each written storage version to the last op before which every plan can recompute it; -1 for never."""
         deadlines: dict[Content, int] = {}
         for op in self.graph.ops:
             last = (
@@ -58,7 +58,7 @@ class History:
         return deadlines
 
     def _recomputable_until(self, content: Content, deadlines: Mapping[Content, int]) -> int:
-        """Return the last op before which any plan has a storage version or can recompute it; -1 for never."""
+        """Return the last op before which every plan has a storage version or can recompute it; -1 for never."""
         storage, _ = content
         recomputable_until = deadlines.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _PREEXISTING_KINDS:

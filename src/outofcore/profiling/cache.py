@@ -144,7 +144,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def take_turn(self) -> Iterator[None]:
-        """Hold a lock so that other processes do not measure at once; without a writable folder, run unlocked."""
+        """Hold a lock so that only one process measures at a time; go on without it if locking fails."""
         with contextlib.ExitStack() as opened:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

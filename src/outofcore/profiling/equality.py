@@ -144,7 +144,7 @@ class _Verdicts:
         self.holds[check.key] = bool(verdict)  # without memory for a trial, assume a mismatch
 
     def run_in_process(self, checks: Sequence[ExactnessCheck]) -> None:
-        """Record verdicts of whole-op checks from the cache or another process; checks that crash get no verdict."""
+        """Record cached verdicts of checks; run the other checks in another process as far as memory allows."""
         # A trial also needs an unknown amount of scratch memory.
         max_bytes = _free_bytes(self.device) // 2
         unchecked = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole_range(c), max_bytes)]
@@ -170,7 +170,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _run_in_process(checks: Sequence[ExactnessCheck], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
-    """Run checks of whole ops in another process; return the verdicts by key, without checks that crash."""
+    """Run checks of whole ops in another process; return the available verdicts by key."""
     verdicts = {b"True": True, b"False": False}
     results: dict[str, bool] = {}
     while checks:
@@ -224,7 +224,7 @@ def _fits(check: ExactnessCheck, values: Sequence[Value], trial_range: TrialRang
 
 
 def choose_trial_ranges(check: ExactnessCheck, values: Sequence[Value], max_bytes: int) -> tuple[TrialRange, ...]:
-    """Return the whole op's range, or ranges at its ends that fit into ``max_bytes``; () if these are too short."""
+    """Choose ranges of an op to check within ``max_bytes``: the whole op or both ends; () if too short."""
     parts, end = list(itertools.pairwise(check.ends)), check.ends[-1]
     # A single part always fits into the budget.
     if len(parts) == 1 or _fits(check, values, _whole_range(check), max_bytes):
@@ -360,7 +360,7 @@ def _rounds_uniformly(check: ExactnessCheck, values: Sequence[Value], device: to
 
 
 def _has_no_remainder(check: ExactnessCheck, tensors: Mapping[ArgumentName, Value]) -> bool:
-    """Return whether arguments have equal shapes and no boundary of parts or threads splits a CPU vector."""
+    """Return whether boundaries of parts and threads align with SIMD vectors; False for unequal shapes."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -385,7 +385,7 @@ Rounds = Callable[[Call, Mapping[ArgumentName, Value], torch.device], bool]
 def _rounds_unevenly(
     check: ExactnessCheck, tensors: Mapping[ArgumentName, Value], device: torch.device, finds_difference: Rounds
 ) -> bool:
-    """Return the result of the test ``finds_difference`` for an operator; run it once per kind of arguments."""
+    """Return the result of the test ``finds_difference``, cached per operator and kind of arguments."""
     call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]

@@ -25,7 +25,7 @@ class Difference:
 
 
 def find_differences(captured: Captured, op: Op, results: Sequence[object]) -> list[Difference]:
-    """Compare an op's results with their captured values; return the most serious difference of each result."""
+    """Compare metadata of an op's results (e.g. shapes) with the capture; return at most one difference each."""
     unseen = captured.graph.unused
     all_differences: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):
@@ -44,7 +44,7 @@ def find_differences(captured: Captured, op: Op, results: Sequence[object]) -> l
 
 
 def _compare(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
-    """Yield the differences between a result's metadata (such as shape and dtype) and its captured value."""
+    """Yield the differences between a result's metadata (such as shape and dtype) and the captured metadata."""
     expected = _describe(value.dtype, value.shape)
     if not isinstance(result, torch.Tensor):
         yield Difference(leaf, "kind", "undefined" if result is None else f"a {type(result).__name__}", expected)

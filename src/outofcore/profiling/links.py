@@ -126,7 +126,7 @@ _HOST_WORK, _DEVICE_WORK = ComputeLoad(512, 4, 32 * MIB), ComputeLoad(2048, 1, 6
 def measure_homes(
     stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int
 ) -> tuple[Home, ...]:
-    """Return the homes with their copy costs, cached or measured on temporary stores of the same kind."""
+    """Return homes (backing stores) with their copy costs, from the cache or measured on temporary stores."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
@@ -328,7 +328,7 @@ def _make_ops(
 
 
 def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _LinkBench:
-    """Prepare a benchmark of a home in host memory: computation, writes to the first slot, reads of the second."""
+    """Prepare a benchmark of copies between a home and process memory, with concurrent computation."""
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
     random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers
@@ -449,7 +449,7 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
-    """Return copies to and from a home in host memory as actions to time: of ``size`` bytes, then of a page."""
+    """Return actions that copy between a device and a home in host memory: ``size`` bytes each way, then a page."""
     host = [home.tensor_of(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
@@ -468,7 +468,7 @@ def _memory_copies(
 def _disk_copies(
     driver: Driver, home: DiskHome, arena: DeviceArena, slots: tuple[int, int], size: int
 ) -> tuple[_TimedAction, ...]:
-    """Return copies to and from a home on disk as actions to time: of ``size`` bytes, then of a page."""
+    """Return actions that copy between a device and a home on disk: ``size`` bytes each way, then a page."""
     staging = Staging(driver, home)
 
     def copy_out(count: int, slot: int) -> _TimedAction:

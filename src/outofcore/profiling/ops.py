@@ -169,7 +169,7 @@ class _OpBench:
         return self._arena
 
     def profile(self, index: int, measure_time: bool, profile_cache: ProfileCache) -> OpProfile:
-        """Return an op's cached profile or measure it; an op that cannot be measured alone costs zero seconds."""
+        """Return an op's cached or measured profile; zero seconds if the op cannot be measured alone."""
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
@@ -205,7 +205,7 @@ class _OpBench:
             del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _plan_memory(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Plan the memory of a program with a single op; return the program, and the ends of arguments and memory."""
+        """Return a program that runs a single op, and the offsets where its arguments and all its memory end."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
@@ -421,7 +421,7 @@ class ProfileCache:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Store a measurement and return it; on a busy machine, with the time of the stale one if that is shorter."""
+        """Store and return a measurement; an older, shorter time replaces a time measured on a busy machine."""
         before = self._stale_costs.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -443,7 +443,7 @@ def update_cached_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Cache the median costs in ``profiles`` of each op family; ``only`` selects families by ops."""
+    """Cache a profile per op family, with the median time of its ops; ``only`` selects families by ops."""
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:

@@ -56,7 +56,7 @@ class ScratchContents:
             set_runnable_integers(func, operators.arguments_by_name(func, run.args, run.kwargs))
 
     def _fill(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor unless it is expanded; floats change only for ``identity`` and ``random`` contents."""
+        """Replace a tensor's default contents by these scratch contents; skip expanded tensors."""
         if _is_expanded(tensor):
             return  # not writable
         if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -266,7 +266,7 @@ def functional_counterpart(func: OpOverload) -> OpOverload | None:
 def _run_functional(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Run an operator without writing in place; return its results, and by name the new contents of arguments."""
+    """Run an operator without writing in place; return its results, and new contents of arguments by name."""
     name = func._schema.name
     if name == BATCH_NORM:
         return _run_batch_norm(named)

@@ -203,7 +203,7 @@ def _split_sum(view: CallView) -> SumSplit | None:
 
 
 def _split_weight_gradients(*arguments: str, sized: str = "") -> Callable[[CallView], SumSplit | None]:
-    """Return a rule that splits weight gradients by samples; the argument ``sized`` is the number of samples."""
+    """Return a rule that splits weight gradients by samples; ``sized`` names the sample count, if any."""
 
     def set_size(named: dict[str, Any], low: int, high: int) -> None:
         if sized:

@@ -99,7 +99,7 @@ def drop_shape_only_arguments(captured: Captured) -> Captured:
 
 
 def _drop_shape_only_argument(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
-    """Replace an op such as ``zeros_like`` by one that reads only a shape; return other ops unchanged."""
+    """Replace an op such as ``zeros_like`` by one without tensor arguments; return other ops unchanged."""
     if call.func not in _FILL_VALUES or not op.reads or op.mutates or len(op.creates) != 1:
         return op, call
     result = call.results[0]
@@ -170,7 +170,7 @@ def recompute_casts(captured: Captured) -> Captured:
 
 
 def _is_worth_recomputing(captured: Captured, op: Op, call: Call, peak_op: int) -> bool:
-    """Return whether an op is a large widening cast to repeat after ``peak_op``, which saves memory."""
+    """Return whether an op is a cast to a wider type, and repeating it after ``peak_op`` saves much memory."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False
@@ -317,7 +317,7 @@ SHARE_OF_UPDATES = 16
 
 
 def delay_updates(captured: Captured, max_bytes: int) -> Captured:
-    """Delay optimizer updates to later ones that they can join, up to ``max_bytes`` of parameters together."""
+    """Delay optimizer updates so that joinable ones run consecutively, for up to ``max_bytes`` of parameters."""
     # The ops that run in the place of each op: a row of updates runs in the place of its last one.
     ops_by_place: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []

@@ -39,7 +39,7 @@ def make_check(captured: Captured, cell_map: CellMap, op: int, chosen: ChosenSpl
 def checks_of_gathered(
     captured: Captured, cell_map: CellMap, split_ops: Iterable[int]
 ) -> Iterator[tuple[Op, ExactnessCheck]]:
-    """Yield unsplit ops that read arguments gathered in another layout, each with its exactness check."""
+    """Yield unsplit ops that read arguments joined from pieces in another memory layout, with exactness checks."""
     split_op_ids = set(split_ops)
     for op in captured.graph.ops:
         if op.id in split_op_ids or cell_map.cuts.keys().isdisjoint(op.touched):
@@ -62,7 +62,7 @@ def _layout_key(captured: Captured, op: int, strides: Mapping[ArgumentName, tupl
 def _gathered_strides(
     captured: Captured, cell_map: CellMap, op: int, split: OpSplit | None
 ) -> dict[ArgumentName, tuple[int, ...]]:
-    """Map arguments that are gathered from cells to their new strides, if their memory layout changes."""
+    """Map arguments joined from pieces to their new strides, if the strides or the alignment change."""
     gathered_strides: dict[ArgumentName, tuple[int, ...]] = {}
     for name, index in named_refs(captured.calls[op]):
         value = captured.values[index]

@@ -217,7 +217,7 @@ class StepBuilder:
         return arguments
 
     def _shape_argument(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
-        """Return a value for an argument of which only the shape is read: an equal result, or new empty memory."""
+        """Return a value for an argument that only gives a shape: a result of equal layout, or new empty memory."""
         for index in results:
             if index is not None and self.writer.values[index].has_same_layout(shape_value):
                 return self.writer.values[index]

@@ -72,7 +72,7 @@ def _single_dim(dim: int) -> Cut:
 
 
 def _split_elementwise(view: CallView) -> list[OpSplit]:
-    """Split an elementwise op along each dimension of its result, and along its merged leading dimensions."""
+    """List the splits of an elementwise op along single dimensions and along merged leading dimensions."""
     written = written_arguments(view.func, view.named)
     results = view.results()
     tensors = view.tensors()
@@ -117,7 +117,7 @@ def _independent_dims_rule(
 ) -> Rule:
     """Return a rule that splits an op along dimensions that all results and ``arguments`` share.
 
-    ``dims`` lists the ranges to cut; ``whole`` arguments stay uncut; ``adjust`` makes the ``Adjust`` for a range."""
+    ``whole`` arguments stay uncut. ``adjust`` makes the function that adapts constants such as sizes to a part."""
 
     def rule(view: CallView) -> list[OpSplit]:
         tensors = view.tensors()
@@ -141,7 +141,7 @@ def _independent_dims_rule(
 
 
 def _all_dims_but(argument: str) -> Callable[[CallView], list[tuple[int, int]]]:
-    """Return a function that lists ranges of dimensions to split along: all without the op's own ``dim``."""
+    """Return a function that lists an argument's dimensions, as ranges, without the op's own ``dim``."""
 
     def dims(view: CallView) -> list[tuple[int, int]]:
         value = view.value(argument)
@@ -201,7 +201,7 @@ def _set_length(named: dict[str, Any], low: int, high: int, *, name: str) -> Non
 
 
 def _split_reduction(view: CallView) -> list[OpSplit]:
-    """Split a reduction along each dimension that it keeps."""
+    """List the splits of a reduction along each dimension that is not reduced."""
     value, result = view.value("self"), view.result()
     if value is None or result is None or len(view.results()) != 1 or len(view.tensors()) != 1:
         return []
@@ -242,7 +242,7 @@ def _layer_norm_rule(argument: str, other_arguments: Sequence[str], whole: Seque
 
 
 def _split_scale_gradients(view: CallView, value: Value, arguments: Sequence[str]) -> list[OpSplit]:
-    """Split a layer norm's weight and bias gradients by columns; [] if it normalizes several dimensions."""
+    """Return the split of layer norm parameter gradients by columns; [] if several dimensions are normalized."""
     last = len(value.shape) - 1
     if len(view.named["normalized_shape"]) != 1:
         return []
@@ -298,7 +298,7 @@ def _product_rule(first_name: str, second_name: str, added: str = "") -> Rule:
 
 
 def _split_linear(view: CallView) -> list[OpSplit]:
-    """Split a linear layer by rows or by columns of its result."""
+    """List the splits of a linear layer: by rows or by columns of its result."""
     first, weight, result = view.value("input"), view.value("weight"), view.result()
     if first is None or weight is None or result is None or len(weight.shape) != 2 or len(first.shape) < 2:
         return []
@@ -343,7 +343,7 @@ def _set_padding(named: dict[str, Any], low: int, high: int, *, padding: int) ->
 
 
 def _is_known_convolution(view: CallView, argument: str) -> bool:
-    """Return whether a convolution has a batch dimension, and options for each spatial dimension."""
+    """Return whether a convolution has a batch dimension, and a stride and padding per spatial dimension."""
     value, weight = view.value(argument), view.value("weight")
     lists = (view.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
     spatial = 0 if weight is None else len(weight.shape) - 2
@@ -356,7 +356,7 @@ def _is_known_convolution(view: CallView, argument: str) -> bool:
 
 
 def _split_convolution(view: CallView) -> list[OpSplit]:
-    """Split a convolution by samples, by its first spatial dimension, or by output channels."""
+    """List the splits of a convolution: by samples, first spatial dimension or output channels, where possible."""
     first, weight, result = view.value("input"), view.value("weight"), view.result()
     if first is None or weight is None or result is None or not _is_known_convolution(view, "input"):
         return []
@@ -382,7 +382,7 @@ def _split_convolution(view: CallView) -> list[OpSplit]:
 
 
 def _split_convolution_backward(view: CallView) -> list[OpSplit]:
-    """Split a convolution's backward pass; [] if it computes input and weight gradients at once."""
+    """List the splits of a convolution's backward pass; [] if it computes input and weight gradients at once."""
     if view.value("grad_output") is None or not _is_known_convolution(view, "input"):
         return []
     computed = [bool(flag) for flag in view.named["output_mask"]]
@@ -392,7 +392,7 @@ def _split_convolution_backward(view: CallView) -> list[OpSplit]:
 
 
 def _split_input_gradient(view: CallView) -> list[OpSplit]:
-    """Split a convolution's input gradient by samples, by its first spatial dimension, or by input channels."""
+    """List the splits of a convolution's input gradient: by samples, first spatial dimension or input channels."""
     first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
     if first is None or weight is None or gradient is None:
         return []
@@ -424,7 +424,7 @@ def _split_input_gradient(view: CallView) -> list[OpSplit]:
 
 
 def _split_weight_gradient(view: CallView) -> list[OpSplit]:
-    """Split a convolution's weight and bias gradients by output or input channels."""
+    """List the splits of a convolution's weight and bias gradients: by output or input channels."""
     first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
     if first is None or weight is None or gradient is None or view.named["groups"] != 1:
         return []
@@ -450,7 +450,7 @@ def _compute_bias_once(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _split_batch_norm(view: CallView) -> list[OpSplit]:
-    """Split a batch norm by channels, which have separate statistics."""
+    """Return the split of a batch norm by channels, which have separate statistics; [] if it is impossible."""
     first = view.value("input")
     if first is None or len(first.shape) < 2:
         return []
@@ -486,7 +486,7 @@ def _group_norm_rule(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
 
 
 def _split_by_groups(view: CallView) -> list[OpSplit]:
-    """Split a group norm by groups, which have separate statistics and scales."""
+    """Return the split of a group norm by groups, which have separate statistics; [] if it is impossible."""
     first, groups = view.value("input"), view.named["group"]
     if first is None or len(first.shape) < 2 or first.shape[1] % groups:
         return []
@@ -507,7 +507,7 @@ def _split_by_groups(view: CallView) -> list[OpSplit]:
 
 
 def _split_nll_backward(view: CallView) -> list[OpSplit]:
-    """Split the backward pass of a negative log-likelihood loss by rows or spatial dimensions."""
+    """List the splits of a negative log-likelihood loss's backward pass: by rows or spatial dimensions."""
     first = view.value("self")
     if first is None or len(first.shape) < 2:
         return []
@@ -523,7 +523,7 @@ def _split_nll_backward(view: CallView) -> list[OpSplit]:
 
 
 def _split_attention(view: CallView) -> list[OpSplit]:
-    """Split attention by batch or heads."""
+    """List the splits of attention: by batch or by heads, where possible."""
     query, key = view.value("query"), view.value("key")
     mask = view.value("attn_mask")
     if query is None or key is None or len(query.shape) != 4 or view.named.get("dropout_p", 0.0):
@@ -558,7 +558,7 @@ def _split_attention(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding(view: CallView) -> list[OpSplit]:
-    """Split an embedding lookup by its indices, or by rows of the table."""
+    """List the splits of an embedding lookup: by its indices, or by rows of the table."""
     indices = view.value("indices")
     if indices is None or not indices.shape:
         return []
@@ -571,7 +571,7 @@ def _split_embedding(view: CallView) -> list[OpSplit]:
 
 
 def _split_embedding_backward(view: CallView) -> list[OpSplit]:
-    """Split the gradient of an embedding table by columns or by rows."""
+    """List the splits of an embedding table's gradient: by columns or by rows."""
     gradient = view.value("grad_output")
     if gradient is None:
         return []
@@ -595,7 +595,7 @@ _EXCLUDED = -1  # an excluded index
 def rebase_indices(
     indices: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]
 ) -> T:
-    """Make table indices relative to the slice ``low:high``; indices outside of it and ``left_out`` become -1."""
+    """Make table indices relative to a slice; ``left_out`` and indices outside the slice become -1."""
     from_low = run(_aten.sub.Scalar, (indices, low))
     is_outside = run(_aten.ne.Tensor, (from_low, run(_aten.clamp.default, (from_low, 0, high - low - 1))))
     rebased_indices = run(_aten.masked_fill.Scalar, (from_low, is_outside, _EXCLUDED))
@@ -614,7 +614,7 @@ def _rebase_arguments(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _split_concatenation(view: CallView) -> list[OpSplit]:
-    """Split a concatenation along each dimension except the concatenated one."""
+    """List the splits of a concatenation along each dimension except the concatenated one."""
     tensors, result = view.tensors(), view.result()
     if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
         return []

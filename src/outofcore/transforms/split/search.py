@@ -93,7 +93,7 @@ class SplitSearch:
         return self.parts is not None or self.graph.storages[storage].bytes * WORTH_FRACTION > self.max_bytes
 
     def _choose_splits(self, ops: Sequence[int], storages: Set[int]) -> dict[int, OpSplit]:
-        """Choose a split for each op: first, parts fit into ``max_bytes`` if possible; then, few bytes are copied."""
+        """Choose a split for each op: its parts fit into ``max_bytes`` if possible, and few bytes are copied."""
 
         def excess(op: int, split: OpSplit) -> int:
             min_bytes = self.needs.part_bytes(op, split, min(MOST_PARTS, split.extent))
@@ -157,7 +157,7 @@ class SplitSearch:
     def _place_cuts(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Divide the storages and return None; if that fails, extend ``whole`` and return the ops to drop."""
+        """Divide the storages and return None; on failure, return ops to leave unsplit, and extend ``whole``."""
         starts: dict[int, set[int]] = {}
         for op, split in splits.items():
             for index, cut in self.needs.cut_values(op, split):
@@ -206,7 +206,7 @@ class SplitSearch:
     def _align_with_neighbours(
         self, splits: Mapping[int, OpSplit], parts: Mapping[int, int], units: Mapping[int, int]
     ) -> dict[int, OpSplit]:
-        """Return the splits, with common multiples for cuts of ops that share an axis of a storage if possible."""
+        """Return the splits, with aligned cut positions for ops that share an axis of a storage, if possible."""
         group = {op: op for op in splits}
 
         def root(op: int) -> int:
@@ -242,7 +242,7 @@ class SplitSearch:
         }
 
     def _storages_unfit_to_gather(self, split_ops: Iterable[int]) -> set[int]:
-        """Return divided storages that unsplit ops cannot read as gathered copies without a change of bits."""
+        """Return the divided storages that an unsplit op cannot read as a joined copy without changed results."""
         storages: set[int] = set()
         for op, check in checks_of_gathered(self.captured, self.cell_map(), split_ops):
             if check.key in self.refused or not is_triable(op, check.call):

@@ -93,7 +93,7 @@ def splits_of_update(captured: Captured, op: int) -> list[OpSplit]:
 
 
 def page_aligned_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return ``ends`` without inner ends that are not page-aligned or too close together."""
+    """Return ``ends`` without inner ends that are too close together or not page-aligned."""
     page_aligned = [0]
     for end in ends[1:-1]:
         is_far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES

@@ -41,7 +41,7 @@ def split_step(
     ``refused`` are keys of failed exactness checks. With ``parts``, every op that can be split is split into this many
     parts, even a small one. Storages below ``min_bytes`` stay whole; so does a step that would exceed ``limit`` ops.
     ``workspaces`` are known scratch bytes of whole ops, by family. ``home`` is the capacity in bytes of the first home
-    (None: unlimited), where cut parameters and optimizer state are between steps; with 0 updates stay whole.
+    (None: unlimited), where cut parameters and optimizer state are between steps; with 0, updates stay whole.
     """
     captured = shrink_losses(split_convolutions(drop_shape_only_arguments(traced)), max_bytes if parts is None else 0)
     unfit = set(refused)

@@ -36,7 +36,7 @@ def named_refs(call: Call) -> list[tuple[ArgumentName, int]]:
 
 
 def with_tensors(named: Mapping[str, Any], tensors: Mapping[ArgumentName, Any]) -> dict[str, Any]:
-    """Return arguments by name, with the values of ``tensors`` in the places that its keys name."""
+    """Return the arguments ``named`` with some tensors replaced by the values in ``tensors``."""
     replaced = dict(named)
     for name, item in named.items():
         if (name, -1) in tensors:

@@ -148,7 +148,7 @@ class StepWriter:
         self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gather(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, reusable: bool) -> int:
-        """Return a storage with the contents of a box: a cell, or a copy from several cells."""
+        """Return a storage that holds a box of a divided storage; add ops that copy several pieces if necessary."""
         axes = self.cell_map.axes[storage]
         inside = clip_box(box, axes.whole_box())
         overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
@@ -174,7 +174,7 @@ class StepWriter:
         return gathered
 
     def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
-        """Add ops that copy a box, stored in ``source``, to all cells that it overlaps."""
+        """Add ops that copy a box from the storage ``source`` into the overlapping pieces of a divided storage."""
         written: set[int] = set()
         for cell in cells(self.cell_map.cuts[storage], box):
             part = clip_box(cell, box)
@@ -242,7 +242,7 @@ class StepWriter:
         high: int,
         unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return the index of the value that a part writes; add it to ``unplaced`` if it must be copied later."""
+        """Return the index of the value that a part writes; add values that must be copied later to ``unplaced``."""
         old, (value, count) = self.captured.values[index], layout_and_bytes
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
