@@ -201,7 +201,7 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
-    """Refuse writes to an input that shares memory with another tensor of the step, and gradients left in inputs."""
+    """Raise ``CaptureError`` if the step writes to an input that shares memory, or leaves gradients in inputs."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.inputs_sharing_memory().items():
         if storage in written:

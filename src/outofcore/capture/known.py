@@ -108,7 +108,7 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator if known values determine its results; else mark the ``written`` tensors as unknown.
+        """Record an operator if its results follow from known values; else mark ``written`` tensors as unknown.
 
         ``overwritten`` tensors are not read. Raises ``CaptureError`` for writes to an array that ``lend`` returned.
         """

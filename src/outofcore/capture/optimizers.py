@@ -195,7 +195,7 @@ class OptimizerUpdate:
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def can_update_ranges(self) -> bool:
-        """Return whether this updates a single parameter, and can do so range by range with the same bits."""
+        """Return whether this update has a single parameter and can run range by range, with unchanged bits."""
         if len(self.members) != 1:
             return False
         (member,) = self.members
