@@ -42,7 +42,7 @@ class StepEnding:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: StepEnding) -> Captured:
-    """Build the ``Captured`` of a traced step, without unused ops."""
+    """Return a traced step as a ``Captured``, without unused ops, storages and values."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _drop_idle_ops(tables.ops, outputs, tables.optional_ops)
@@ -86,7 +86,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = None) -> Captured:
-    """Return a copy of a capture without unused storages and values; first replace storages by ``replacements``."""
+    """Apply ``replacements`` (old to new storage), then return the capture without unused storages and values."""
     graph, replacements = captured.graph, replacements or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -145,7 +145,7 @@ def drop_unused(captured: Captured, replacements: Mapping[int, int] | None = Non
 def _drop_idle_ops(
     ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]
 ) -> list[tuple[Op, Call]]:
-    """Remove ops with unused results: ATen ops without side effects, and ops with an index in ``optional``."""
+    """Return all ops except unused ATen ops without side effects and unused ops listed in ``optional``."""
     used = set(outputs)
     wanted_ops: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):
@@ -165,9 +165,9 @@ def _bind_states(
     ending: StepEnding,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
-    """Return bindings of the parameters, buffers and gradients that the step uses, then ``optimizer_states``.
+    """Return bindings of all state that the step uses, and a dict from state numbers to indices of bindings.
 
-    Also return a dict from a mirror entry's number (states first, then gradients) to its index in that list.
+    Numbers count the mirror's parameters and buffers, then its gradients. ``optimizer_states`` are the last bindings.
     """
     returned = {leaf.index for leaf in ending.leaves if leaf.kind is LeafKind.STATE}
     # A parameter that no op touches is needed if the step sets or clears its gradient.
@@ -188,7 +188,7 @@ RunOp = Callable[..., torch.Tensor]
 
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> StepEnding:
-    """Read a step's results and gradients, and record the copy ops that must follow its last op."""
+    """Collect a traced step's results and gradients, and record the copy ops that end the step."""
     _check_requires_grad(mirror)
     _restore_storages(mirror, tables, guard, run)
     if mirror.sharding is not None:
@@ -201,7 +201,7 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
-    """Refuse writes to an input that shares memory with another tensor of the step, and gradients left in inputs."""
+    """Raise ``CaptureError`` if the step writes to an input that shares memory, or leaves gradients in inputs."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.inputs_sharing_memory().items():
         if storage in written:

@@ -179,7 +179,7 @@ class Captured:
 
 
 def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """Return a copy of a capture with other ops and calls, numbered in the order of ``pairs``."""
+    """Return a copy of a capture with the ops and calls in ``pairs``, renumbered in that order."""
     op_calls = list(pairs)
     graph = captured.graph
     ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(op_calls))

@@ -43,7 +43,7 @@ class CapturesByReads:
         return signature._replace(capture=self._count), first_change
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Add a capture; yield the signature of each old capture that this drops. Callers must exhaust the iterator."""
+        """Add a capture, and yield the signature of each capture dropped for it. Callers must exhaust the iterator."""
         of_inputs = signature._replace(capture=0)
         snapshots = self._snapshots.setdefault(of_inputs, {})
         self._changes.setdefault(of_inputs, deque(maxlen=_RECENT_CALLS))

@@ -90,7 +90,7 @@ def _state_setter(bits: Any, state: Any) -> Callable[[Any], None]:
 
 
 def _describe_position(iterator: Iterator[Any]) -> Any:
-    """Return a comparable description of an iterator's position, without advancing it."""
+    """Describe an iterator's position, without advancing it, for comparison with a later description."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         if frame is None:
@@ -236,7 +236,7 @@ class ReachableState:
             yield from self._visit_object(label, value)
 
     def _visit_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Record an object's attributes, and yield (label, value) of each attribute and each of its classes."""
+        """Record an object's attributes, and yield (label, value) of the attributes and of the object's classes."""
         kind = type(value)
         if origin_of(str(kind.__module__)) is Origin.OTHER:
             return

@@ -38,7 +38,7 @@ class _Layers:
         self._layers = (*self._layers, layer)
 
     def remove(self, layer: Layer) -> bool:
-        """Remove a layer; after the last one, restore the engine's entry points and return True."""
+        """Remove a layer; if no layer is left, restore the engine's entry points and return True."""
         self._layers = tuple(added for added in self._layers if added is not layer)
         if not self._layers:
             for owner, name, plain in self._plain:

@@ -218,7 +218,7 @@ class Guard:
     def _check_module(
         self, module: nn.Module, container: SavedContainer, tables: list[SavedContainer]
     ) -> tuple[Effect, ...]:
-        """Return functions that repeat the step's changes of attributes; refuse a replaced parameter or submodule."""
+        """Return functions that repeat a module's attribute changes; refuse replaced parameters and submodules."""
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]

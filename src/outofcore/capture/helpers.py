@@ -67,7 +67,7 @@ def _apply_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _precision_settings() -> list[tuple[Any, str]]:
-    """Return the (backend, operation) pairs, such as (``cudnn``, "conv"), that have a float32 precision setting."""
+    """Return the (backend, operation) pairs, such as (``cudnn``, "conv"), with a float32 precision to transfer."""
     backends = torch.backends
     return [
         *((backends.mkldnn, op) for op in ("matmul", "conv")),

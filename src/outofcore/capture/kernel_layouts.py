@@ -96,7 +96,7 @@ class KernelLayouts:
 
 
 def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether fake results may have wrong layouts, and running the kernel can correct them."""
+    """Return whether fake results may have wrong layouts that a run of the real kernel can correct."""
     name = func._schema.name
     if name in _TRUSTED or not all(traits_of(tensor.device).computes_in_capture for tensor in arguments):
         return False

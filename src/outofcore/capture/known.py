@@ -108,9 +108,9 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record an operator on known values; for any other operator, mark the ``written`` tensors as unknown.
+        """Record an operator if its results follow from known values; else mark ``written`` tensors as unknown.
 
-        ``overwritten`` tensors are not read. Raise ``CaptureError`` if the operator writes to an array from ``lend``.
+        ``overwritten`` tensors are not read. Raises ``CaptureError`` for writes to an array that ``lend`` returned.
         """
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:

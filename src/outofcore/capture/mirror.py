@@ -113,7 +113,7 @@ class Mirror:
             self._add_state(key, name, kind, real)
 
     def _make_fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake of a tensor on the step's device, with a fake of its gradient."""
+        """Create a fake of ``real`` on the step's device, with a fake gradient if ``real`` has a gradient."""
         device = self._tables.device
         if real.is_meta:
             return self._fake_of_meta(real)
@@ -253,7 +253,7 @@ class Mirror:
         return [m.real for m in (*self.states, *self.gradients.values())]
 
     def inputs_sharing_memory(self) -> dict[int, MirroredInput]:
-        """Return the inputs that share memory with another input, parameter or buffer, by storage number."""
+        """Map storage numbers to the inputs that share memory with another input, parameter or buffer."""
         owners = Counter(storage_key(t) for t in (*self.real_tensors(), *(entry.real for entry in self.inputs)))
         return {
             self._tables.storage_of(entry.fake): entry

@@ -129,7 +129,7 @@ def family_text(name: str, args: Any, kwargs: dict[str, Any], values: list[Value
 
 
 def _argument_text(item: Any, values: list[Value]) -> str:
-    """Format an argument for the text key of ops with equal costs; a reference becomes its value's metadata."""
+    """Format an argument as text; calls of an operator with equal argument texts have equal costs."""
     if isinstance(item, Ref):
         return value_text(values[item.value])
     if isinstance(item, list | tuple):

@@ -163,7 +163,7 @@ class StateLayouts:
         ]
 
     def _make_fake(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
-        """Return a fake of a state tensor, on its device during the step; for any other value, a copy."""
+        """Create a fake of a state tensor on the device that it has during the step; copy any other value."""
         if isinstance(value, torch.Tensor):
             # Moments move with their parameter, even if only one of the two is on the device now. So does a step count,
             # unless the optimizer keeps it on the CPU.
@@ -249,7 +249,7 @@ class StepRecorder:
         known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
-            """Refuse a ``step`` that is not recorded: of an unknown optimizer, or through a saved reference."""
+            """Refuse a step of an unknown optimizer, and a call of ``step`` through a saved reference."""
             if not is_capturing():
                 return
             name = type(optimizer).__name__
@@ -364,7 +364,7 @@ class StepRecorder:
                 state.traced.gather_updated()
 
     def finish(self) -> None:
-        """Find the state tensors of every recorded update, and complete its op. Call this outside of all modes."""
+        """Find the state tensors of recorded updates, and complete their ops. Call this outside of PyTorch modes."""
         layouts = [StateLayouts(optimizer, self._tables.device) for optimizer in self._optimizers]
         created: list[set[tuple[int, str, int]]] = [set() for _ in self._optimizers]
         values_by_state: dict[tuple[int, int, str], int] = {}

@@ -195,7 +195,7 @@ class OptimizerUpdate:
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def can_update_ranges(self) -> bool:
-        """Return whether this updates a single parameter, and can do so range by range with the same bits."""
+        """Return whether this update has a single parameter and can run range by range, with unchanged bits."""
         if len(self.members) != 1:
             return False
         (member,) = self.members
@@ -228,7 +228,7 @@ class OptimizerUpdate:
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the state tensors of the parameters, and for optimizers outside PyTorch all other tensors in them."""
+        """Yield the parameters' state tensors; for an optimizer from outside PyTorch, also its other tensors."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))
@@ -278,7 +278,7 @@ class OptimizerUpdate:
         state_exists: list[list[bool]],
         unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Update all members by steps of optimizer copies; return the last copy, and state without a planned tensor."""
+        """Update all parameters by optimizer copies; return the last copy, and state without a planned tensor."""
         pieces: list[UpdatePiece] = []
         rows = zip(self.members, params, grads, states, state_exists, unplaced_entries, strict=True)
         for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
@@ -505,7 +505,7 @@ class BoundUpdate:
         )
 
     def _make_shadow(self) -> None:
-        """Create an empty optimizer as the shadow, and group the bound tensors for it."""
+        """Create an empty optimizer as the shadow, and assign the bound parameters to its parameter groups."""
         update = self._update
         self._forget_count = update.forget_count
         self._leaves = [as_leaf(param, grad) for param, grad in zip(self._params, self._grads, strict=True)]
@@ -549,7 +549,7 @@ class BoundUpdate:
         )
 
     def _store_entries(self, user_entries: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Set the shadow's state from the user's state and the bound tensors; keep both to detect later changes."""
+        """Set the shadow's state from the user's state and the bound tensors; save the values to detect changes."""
         for leaf, entries, placed in zip(self._leaves, user_entries, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
         self._lengths = list(map(len, user_entries))

@@ -141,7 +141,7 @@ class OpRecorder(TorchDispatchMode):
             raise translation from error
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors and record it as an op, except for views; return its result."""
+        """Run an operator on fake tensors, record it as an op unless it only creates views, and return its result."""
         node = current_autograd_node()
         tables = self._tables
         named = operators.arguments_by_name(func, args, kwargs)
@@ -345,7 +345,7 @@ class OpRecorder(TorchDispatchMode):
         return returned
 
     def _record_collective(self, request: collectives.CollectiveRequest, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Record a collective as an op on its result and, if that is separate, its source."""
+        """Record a collective as an op on ``tensors``: the result and, unless it works in place, the source."""
         tables = self._tables
         self._known.forget(tensors[:1])
         values = [tables.value_of(tensor) for tensor in tensors]
@@ -371,7 +371,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _record_constant(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a small tensor of Python data as a constant; return a copy that a recorded op makes."""
+        """Record a small tensor of Python data as a constant, and an op that copies it; return the copy."""
         real: torch.Tensor = args[0]
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
@@ -399,7 +399,7 @@ class OpRecorder(TorchDispatchMode):
         return fake
 
     def _record_check(self, tensor: torch.Tensor, check: ValueCheck) -> bool:
-        """Record an op that runs ``check`` on ``tensor`` in each call of the step; return the result of success."""
+        """Record an op that repeats ``check`` on ``tensor`` in each call; return the truth value that passes it."""
         module, source = self._provenance.locate_op()
         value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())

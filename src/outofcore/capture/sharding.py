@@ -79,7 +79,7 @@ class TracedShard:
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
-        """Return the value index of this process's part of a gradient; None if it updates an existing gradient."""
+        """Return a new gradient chunk's value index; if a chunk existed before the step, update it and return None."""
         if self.gradient is not None and self._is_reduced(gradient):
             chunk = self.gradient
         else:
@@ -332,7 +332,7 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def delay_gathers(captured: Captured) -> Captured:
-    """Move the ops that gather parameters from the start of the step to shortly before the first uses."""
+    """Return the capture with each gather of a parameter moved to shortly before the parameter's first use."""
     # Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
     # wait.
     graph = captured.graph

@@ -216,15 +216,15 @@ class Shards:
                     self._make_whole(shard, shard.original)
         self.is_sharded = False
 
-    def assemble(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
+    def assemble(self, shard: Shard, own_range: torch.Tensor) -> torch.Tensor:
         """Gather the ranges of a parameter, or of a tensor of its shape, and return the whole tensor on the CPU."""
         wire = self._transfer_device
-        chunk = torch.zeros(shard.chunks.chunk_elements, dtype=part.dtype, device=wire)
-        chunk[: shard.count].copy_(part)
-        row = torch.empty(shard.chunks.padded_elements, dtype=part.dtype, device=wire)
+        chunk = torch.zeros(shard.chunks.chunk_elements, dtype=own_range.dtype, device=wire)
+        chunk[: shard.count].copy_(own_range)
+        row = torch.empty(shard.chunks.padded_elements, dtype=own_range.dtype, device=wire)
         with translate_group_errors():
             gather_into(row, chunk, self.group)
-        assembled = torch.empty_strided(shard.shape, shard.stride, dtype=part.dtype)
+        assembled = torch.empty_strided(shard.shape, shard.stride, dtype=own_range.dtype)
         return assembled.copy_(shard.whole_of(row))
 
     def range_of(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class Signature(NamedTuple):
 
 
 def differs_only_in_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether a new signature differs from a known one only in tensor sizes and constants."""
+    """Return whether a signature has new tensor sizes, but the argument structure and dtypes of a known one."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]

@@ -383,7 +383,7 @@ class _ValueWalk:
             )
 
     def _visit_instance(self, value: Any, label: str) -> None:
-        """Record each attribute of an object and its classes with a name that the step's code loads."""
+        """Record attributes of an object, and of its classes, under names that the step's code loads."""
         kind = type(value)
         origin = origin_of(str(kind.__module__))
         is_module = isinstance(value, nn.Module)

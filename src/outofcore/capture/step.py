@@ -129,7 +129,7 @@ class _StepCall:
 def _capture_once(
     call: _StepCall, device: torch.device | None, gradients: Mapping[int, Value | None], options: CaptureOptions
 ) -> tuple[Captured, bool]:
-    """Capture a step; return whether it must be captured again, as the order of averaged gradients was unknown."""
+    """Capture a step; also return whether the order of gradients was unknown, which requires a second capture."""
     models, optimizers, shards = call.models, call.optimizers, options.shards
     guard = Guard(call.step, models, optimizers)
     counts = average_counts(models)

@@ -168,7 +168,7 @@ class Substitute(TorchFunctionMode):
         return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _track_average_count(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Track changes of an ``n_averaged`` count, and answer its comparison with zero; None for other functions."""
+        """Update the tracked ``n_averaged`` count; if ``name`` compares it with zero, return the result, else None."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number

@@ -44,7 +44,7 @@ def word_at(address: int) -> int:
 
 
 def word_address(kind: EntryKind, owner: Any, key: Any) -> int | None:
-    """Return the address of 8 bytes that change whenever an entry's value does; None without such bytes."""
+    """Return the address of 8 bytes that change whenever an entry's value does; None if there are no such bytes."""
     if not _IS_SUPPORTED:
         return None
     # The address is valid while ``owner`` lives. The word may also change while the value stays the same.
