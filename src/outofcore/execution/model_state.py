@@ -54,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Track all persistent state of a capture, new and known; return the states by storage id."""
+        """Track all persistent state of a capture; return the states by storage id."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
