@@ -155,7 +155,7 @@ class Runner:
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _persistent_slots(self) -> dict[int, int]:
-        """Map each storage with a lasting slot at a home to the slot's offset; take the slots that are missing."""
+        """Map each storage that needs a slot at a home across steps to the slot's offset; take missing slots."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is StatePlace.HOME or storage in self.program.clean:
