@@ -97,8 +97,8 @@ class StateMoves:
     ) -> None:
         """Move the states of a program to their planned places, and all other states out of the arena.
 
-        No op writes the ``unwritten`` storages: in the arena they keep their slots on a disk, so that evicting them needs
-        no copy. Raises ``SpillError`` or ``TransferError``.
+        No op writes the ``unwritten`` storages: in the arena they keep their slots on a disk, so that evicting them
+        needs no copy. Raises ``SpillError`` or ``TransferError``.
         """
         self.arena = arena
         last = len(self.slots) - 1
