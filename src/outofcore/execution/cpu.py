@@ -276,7 +276,7 @@ class CpuEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step and return its timeline; raise the error of any failed instruction but an optimizer update."""
+        """Run one step and return its timeline; raise the error of a failed instruction, except an optimizer update."""
         count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
