@@ -85,7 +85,7 @@ class StateAlias:
         return self.tensor if self.shared_tensor is None else self.shared_tensor
 
     def read_shared(self) -> None:
-        """Update the step's copy of a tensor in shared memory; raise ``StateError`` for a new shape or dtype."""
+        """Refresh the step's private copy of a tensor in shared memory, if the tensor may have changed."""
         if self.shared_tensor is None:
             return
         self.check_shape_and_dtype()
@@ -195,7 +195,7 @@ class PersistentState:
         self.place = place
 
     def apply_layout(self, key: str, value: Value) -> None:
-        """Set the layout of the gradient ``key`` in memory (such as its strides) to that of ``value``."""
+        """Adopt the layout of ``value`` (such as its strides) for the gradient ``key``."""
         for alias in self.aliases:
             if alias.key != key or alias.has_layout(value):
                 continue
@@ -353,7 +353,7 @@ def matches_capture(captured: Captured) -> bool:
 
 
 def release_replacements(states: Iterable[PersistentState]) -> list[PersistentState]:
-    """Detach from each state the tensors that the user gave other memory; return the states left without tensors."""
+    """Drop tensors with user-assigned memory from their states; return the states left without tensors."""
     shown_states = [state for state in states if state.place in (StatePlace.HOME, StatePlace.ARENA)]
     moved = [alias for state in shown_states for alias in state.release_moved_aliases()]
     if not moved:
@@ -382,7 +382,7 @@ def is_unmoved(states: Iterable[PersistentState]) -> bool:
 
 
 def displaced_keys(states: Iterable[PersistentState]) -> list[str]:
-    """Return the keys of tensors that are not at their expected address in a home or the arena."""
+    """Return the keys of tensors that have left their expected address in a home or the arena."""
     places = (StatePlace.HOME, StatePlace.ARENA)
     aliases = [alias for state in states if state.place in places for alias in state.aliases]
     addresses, shown = (
@@ -420,7 +420,7 @@ class HomeTensors:
         self.drop_loop_cache: Callable[[torch.Tensor], object] | None = None
 
     def create(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Create and return a tensor over a slot; an earlier tensor over the same slot is forgotten."""
+        """Return a new tensor over a slot, and track it in place of an earlier tensor over the same slot."""
         tensor = self.slots[home].home.tensor_of(offset, count)
         if count:
             self.forget(home, offset)
@@ -473,7 +473,7 @@ class HomeTensors:
         return self.create(last, files.adopt(file, first_byte, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Return a tensor over the file range that backs a memory-mapped tensor; None if it cannot be used."""
+        """Return a tensor over the file range behind a memory-mapped tensor; None if the file cannot be used."""
         # Safetensors and ``torch.load(mmap=True)`` map checkpoints. ``files`` must be newer than the tensor's memory.
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
@@ -487,7 +487,7 @@ class HomeTensors:
         return self.slots[-1].home.files is not None and can_detect_writes()
 
     def find_accessible_slot(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and offset of a tensor's slot; None if its bytes must be accessed through the tensor."""
+        """Return the home and offset at which a tensor's bytes can be accessed directly; None if they cannot be."""
         slot = self.find(tensor)
         if slot is None:
             return None
@@ -508,7 +508,7 @@ class HomeTensors:
         rebase_tensor(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """Let a slot be freed with its last tensor, since its step no longer needs it."""
+        """Let a slot be freed when its last tensor is deleted."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].free(offset, count)
@@ -574,7 +574,7 @@ class OptimizerStates:
         return tensors
 
     def has_changed(self, *, begun: bool) -> bool:
-        """Return whether optimizer state has unexpected strides, or is missing although a step has ``begun``."""
+        """Return whether optimizer state has other strides than at the capture, or (if ``begun``) is missing."""
         tensors = self._last_tensors = self._current_tensors()
         existing = [tensor for tensor in tensors if tensor is not None]
         if len(existing) == len(tensors):

@@ -82,7 +82,7 @@ class Lender(Protocol):
         ...
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory of a home for new optimizer state; None if ordinary memory must be used."""
+        """Return memory of a home for new optimizer state; None if ordinary memory should be used."""
         ...
 
     def restore(self) -> None:

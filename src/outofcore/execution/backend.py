@@ -126,7 +126,8 @@ class CpuBackend:
         self._replay = replay
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
-        """Open an arena of ``room`` bytes, since unused pages take no memory, or of ``count`` if that fails."""
+        """Open an arena of ``room`` bytes, or of ``count`` bytes if that fails."""
+        # Unused pages take no memory.
         for size, annex in ((max(room, count), _ANNEX_BUDGETS * max(room, count)), (max(room, count), 0)):
             with contextlib.suppress(ArenaError):
                 return Arena(size, reserve=reserve, annex=annex)

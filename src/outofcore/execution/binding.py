@@ -198,7 +198,7 @@ def bind(captured: Captured, program: Program, arena: DeviceArena, homes: int = 
 def requests_by_scope(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return each op run's planned memory requests as (bytes, offset in the arena or None), without collectives."""
+    """Return the planned memory requests of each op run, as (bytes, offset in the arena or None)."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:  # collectives have no scope

@@ -212,7 +212,7 @@ class _OpCaller:
         lender.restore()
 
     def _run(self, scope: int, run: BoundRun) -> None:
-        """Call an op and put its results at their planned addresses; record the call during a recording."""
+        """Call an op and put its results at their planned addresses; record the call if calls are being recorded."""
         will_record = self._recording is not None and self._recording.replay.expect_call(run)
         out = run.func(*run.args, **run.kwargs)
         if will_record and self._recording is not None:
@@ -276,7 +276,7 @@ class CpuEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step to its end, and return its timeline; raise the error of a failed instruction."""
+        """Run one step and return its timeline; raise the error of a failed instruction, except an optimizer update."""
         count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
@@ -330,7 +330,7 @@ class CpuEngine:
                 _wait_for_all(finishers, copying)
 
     def _connect_lender(self, arena: Arena) -> Lender | None:
-        """Start the arena's lender, which serves unplanned memory requests; return it, or None."""
+        """Start and return the arena's lender, which serves unplanned memory requests; None if there is no lender."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None
@@ -364,7 +364,7 @@ class CpuEngine:
         return copies
 
     def _find_recording(self, bound: BoundProgram) -> _RecordedCalls | None:
-        """Return the recorded op calls of a program, or an empty recording to fill; None if Python calls the ops."""
+        """Return the recording of a program's op calls, perhaps still empty; None if Python must call the ops."""
         if not self._can_replay or not internals.has_no_dispatch_modes():
             return None
         if (replayed := self._replayed.get(bound)) is not None:
@@ -394,7 +394,7 @@ class CpuEngine:
 
 
 def _wait_for_all(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
-    """Wait until all queues have finished, even if signal handlers raise; raise their exception at the end."""
+    """Wait until all queues have finished, and only then raise the exception of a signal handler."""
     interrupted: BaseException | None = None
     for finish in finishers:
         while True:

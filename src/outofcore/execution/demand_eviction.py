@@ -132,7 +132,7 @@ class DemandEviction:
     # Serving
 
     def _serve(self, count: int, scope: int) -> int:
-        """Return an address for an unplanned request, or the ``Answer`` to refuse it or to exceed the budget."""
+        """Return an address for an unplanned request, or an ``Answer`` that refuses it or lets it exceed the budget."""
         try:
             address = self._lend(round_up(count, PAGE_BYTES), scope)
         except OutOfCoreError as error:
@@ -170,7 +170,7 @@ class DemandEviction:
         return home_tensor.data_ptr(), slots.home.name
 
     def allocate_lasting(self, count: int) -> torch.Tensor | None:
-        """Return memory of a home for new optimizer state; None if ordinary memory must be used."""
+        """Return memory of a home for new optimizer state; None if ordinary memory should be used."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
         overflow = _create_overflow_memory(self._slots, count)
@@ -187,7 +187,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Make room for ``count`` bytes by evicting pages; return their new address, or None without enough room."""
+        """Evict pages to make room for ``count`` bytes; return the address of the room, or None without enough."""
         self._activate()
         self._release_unused()
         address = self._find_address(count)

@@ -53,7 +53,7 @@ class StepGradients:
         return {self._captured.values[index].storage for index in self._arena_offsets}
 
     def adopt_replacements(self) -> None:
-        """Update the tracked gradients to the ``.grad`` that the user's parameters have now."""
+        """Update the tracked gradients after the user may have changed ``.grad`` of parameters."""
         for binding, state in self._produced.values():
             # A gradient that the step clears must survive for other references to it.
             is_referenced = count_references(state.aliases[0].tensor) > state.reference_count

@@ -54,7 +54,7 @@ class StateKeeper:
         self._is_mapping_current = False  # whether ``_mapping`` is up to date
 
     def register(self, captured: Captured) -> dict[int, PersistentState]:
-        """Track all persistent state of a capture, new and known; return the states by storage id."""
+        """Track all persistent state of a capture; return the states by storage id."""
         states: dict[int, PersistentState] = {}
         self._is_mapping_current = False
         for binding in captured.states:
@@ -82,7 +82,7 @@ class StateKeeper:
         return states
 
     def _locate(self, state: PersistentState) -> None:
-        """Set a state's place to a home if its bytes fill a slot or mapped file there, else to ordinary memory."""
+        """Set a state's place to a home if a slot there holds exactly the state's bytes, else to ordinary memory."""
         if state.slot is not None and state.place is StatePlace.HOME:
             return
         slot = self._home_tensors.find(state.aliases[0].tensor)
@@ -145,7 +145,7 @@ class StateKeeper:
                 alias.write_shared()
 
     def release_slots(self) -> None:
-        """Pass the slots of states at home to the user's tensors, and free all others. The arena must be empty."""
+        """Let the user's tensors own the slots of states at home; free all other slots. The arena must be empty."""
         # States move to the last home first: the next owner could not free the room that it needs at a nearer one.
         last = len(self.slots) - 1
         for state in self._states.values():

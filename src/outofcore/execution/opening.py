@@ -148,7 +148,7 @@ class OpenHome:
             store.start()
 
     def occupy(self, step: object, move_out: Callable[[], None]) -> bool:
-        """Let ``step`` use the home, and move out the step before it; return False if ``step`` already did."""
+        """Move out the previous step and give the home to ``step``; return False if ``step`` already has the home."""
         # ``move_out`` moves this step's tensors home when another step needs them.
         if self._occupant is not None and self._occupant[0] is step:
             return False
@@ -182,7 +182,7 @@ def parse_host_limit(host_budget: int | str | None) -> int | None:
 
 
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
-    """Open the homes of a step on the CPU, nearest first: "host", "disk" (default) or a folder.
+    """Open the homes of a step on the CPU, nearest first; ``home`` is "host", "disk" (default) or a folder.
 
     By default "host" has no limit, and a disk is used alone. Raises ``UnitError`` for an invalid
     budget, ``SpillError`` if a home cannot be used.

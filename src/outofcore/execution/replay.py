@@ -186,7 +186,7 @@ class Replay:
 
 
 def replayable_spans(recorded: Sequence[bool]) -> list[int]:
-    """Return, for each op, the index of the next op (or itself) that is not recorded."""
+    """Return, for each op, the index of the first unrecorded op at or after the op."""
     # [True, True, False, True] has the ends [2, 2, 2, 4].
     ends = [*range(len(recorded)), len(recorded)]
     for index in reversed(range(len(recorded))):

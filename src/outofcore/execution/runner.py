@@ -155,7 +155,7 @@ class Runner:
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _persistent_slots(self) -> dict[int, int]:
-        """Map each storage with a lasting slot at a home to the slot's offset; take the slots that are missing."""
+        """Map each storage that needs a slot at a home across steps to the slot's offset; take missing slots."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is StatePlace.HOME or storage in self.program.clean:
@@ -187,7 +187,7 @@ class Runner:
         self._last_binding = None
 
     def run(self, engine: Engine, argument_leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
-        """Run one step; return the user's result, in memory of its own, and the timeline.
+        """Run one step; return the result of the user's function, and the timeline.
 
         With ``may_refuse`` a request beyond the budget fails a step that can be undone. Raises ``UpdateError`` if an
         optimizer's code raised; all other instructions of the step have run.
@@ -275,7 +275,7 @@ class Runner:
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Add the op that was running to an error, as a note."""
+        """Add a note to an error that names the op that was running."""
         progress = engine.read_progress()
         if progress is None:
             return

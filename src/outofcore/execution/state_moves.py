@@ -97,8 +97,8 @@ class StateMoves:
     ) -> None:
         """Move the states of a program to their planned places, and all other states out of the arena.
 
-        No op writes the ``unwritten`` storages; in the arena they keep their bytes on a disk, so that they are evicted
-        without a copy. Raises ``SpillError`` or ``TransferError``.
+        No op writes the ``unwritten`` storages: in the arena they keep their slots on a disk, so that evicting them
+        needs no copy. Raises ``SpillError`` or ``TransferError``.
         """
         self.arena = arena
         last = len(self.slots) - 1
@@ -132,7 +132,7 @@ class StateMoves:
         self._states_in_files = [state for state in states.values() if self._is_in_file(state)]
 
     def _make_writable(self, state: PersistentState) -> None:
-        """Copy a state from a user's file to a slot of the home that the step may write."""
+        """Move a state that is in a user's file to a slot that the step may write."""
         if state.place is not StatePlace.HOME or state.slot is None or not self._is_range(state):
             return
         self._move_if_written(state)

@@ -86,7 +86,7 @@ class Undo:
         self._saved_generator_states: list[torch.Tensor] = []  # states of the generators when the step started
 
     def begin(self, arena: DeviceArena) -> None:
-        """Save random generators and the small states that change before the updates, so that they can be restored."""
+        """Save the random generators, and the small states that ops other than optimizer updates change."""
         if not self._is_supported:
             return
         first, last = self._saved_span

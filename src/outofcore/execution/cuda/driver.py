@@ -91,7 +91,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def step(self, bound: BoundProgram | None) -> Iterator[None]:
-        """Enter the device for one step, with the user's current stream as the compute stream."""
+        """Make this device current for one step, with the user's current stream as the compute stream."""
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute

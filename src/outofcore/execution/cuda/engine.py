@@ -132,7 +132,7 @@ class CudaEngine:
     def run(
         self, bound: BoundProgram, table: ScopeTable, slots: Mapping[int, tuple[SlotPiece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step and wait for it; return the timeline of the last measured step, perhaps an earlier one."""
+        """Issue one step to the device; return the timeline of the last measured step, perhaps an earlier one."""
         prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
             disk = any(copy.home for queue in bound.copies for copy in queue)
@@ -183,7 +183,7 @@ class CudaEngine:
         return prepared.timeline
 
     def _finish_after_error(self, error: BaseException) -> None:
-        """Wait for the issued work after an error; add further errors to it as notes."""
+        """Wait for the issued work after an error; add further errors to ``error`` as notes."""
         try:
             self._driver.synchronize()
         except DeviceError as failure:
@@ -297,7 +297,7 @@ class CudaEngine:
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
     def _can_be_graphed(self, batch: Batch) -> bool:
-        """Return whether a CUDA graph may contain a batch: one op, not random, with tensors on this device only."""
+        """Return whether a batch may be part of a CUDA graph; only ops on this device without randomness may be."""
         run = None if batch.instruction is None else batch.instruction.run
         if not self._makes_graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
@@ -393,7 +393,7 @@ class CudaEngine:
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy_user_memory(self, issue: PreparedInstruction, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a copy between the arena and the caller's memory; mark its end if the caller must wait for it."""
+        """Issue a copy between the arena and the caller's memory; append a mark if the call must wait for the copy."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.arena_bytes is None:
             return

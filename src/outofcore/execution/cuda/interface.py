@@ -153,7 +153,7 @@ class Driver(Protocol):
     def make_tape(self, actions: Sequence[Action]) -> Tape: ...
 
     def capture_graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Capture the work of ``call`` as one graph without doing it; return a function that issues it, or None."""
+        """Capture ``call`` as a graph without running it; return a function that runs the graph, or None."""
         ...
 
     def create_mark(self, *, timed: bool = False) -> Mark:

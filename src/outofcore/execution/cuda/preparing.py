@@ -174,11 +174,11 @@ def make_collective_call(run: BoundRun) -> Callable[[], None]:
 
 
 def make_op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """Return a function that issues an op; an op that runs twice in a step draws the same random numbers."""
+    """Return a function that issues an op; a repeated run in a step draws the random numbers of the first run."""
     call = _make_planned_call(run, scope, table)
 
     def draw() -> None:
-        """Issue an op that draws random numbers and runs twice in the step."""
+        """Issue a random op that runs again in the step, with the same random numbers in each run."""
         generators.save_or_restore(run)
         try:
             call()

@@ -128,7 +128,7 @@ def _whole_pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
 def reads_after_writes(
     copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[SlotPiece, ...]]
 ) -> dict[int, int]:
-    """Map each read instruction to the earlier write of the same pages that it must wait for, if any."""
+    """Map reads among ``copies`` (index, is_write) to the earlier writes of the same pages that must end first."""
     # Reads run in order, and so do writes: a read needs no wait if an earlier read has one for the
     # same or a later write.
     write_of: dict[int, int] = {}
