@@ -115,7 +115,7 @@ class BudgetedCalls:
             yield from state_of(optimizer)
 
     def _adopt_untracked(self) -> None:
-        """Move new tensors of models and optimizers into the loop's memory, except memory shared with others."""
+        """Move new model and optimizer tensors into the loop's memory, unless shared with files or processes."""
         untracked = self._loop.find_untracked([tensor for tensor in self._state_tensors() if CPU.can_move(tensor)])
         if not untracked:
             return
@@ -137,7 +137,7 @@ class BudgetedCalls:
         _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _detach_result(self, result: Any) -> Any:
-        """Detach a result's tensors; move all except model and optimizer state out of the loop."""
+        """Detach a result's tensors from autograd; move all except model and optimizer state out of the loop."""
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def detach_and_release(value: Any) -> Any:

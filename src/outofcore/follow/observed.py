@@ -460,7 +460,7 @@ def observed_notes(observed: ObservedStep, plans: Sequence[PlanSummary]) -> list
     notes = [
         ("step", f"step {observed.step + 1} of the loop: {size}")
         if observed.is_complete
-        else ("so far", f"no optimizer step is complete; since the loop was started: {size}"),
+        else ("so far", f"no step is complete; since the loop was started: {size}"),
         ("ops", f"{observed.planned_count} by plan, {len(observed.on_demand)} on demand"),
         ("copies", "ahead: overlapped with ops; late: while an op waited for them"),
     ]
