@@ -123,7 +123,7 @@ def _fix_address(storage: torch.UntypedStorage, until_next_op: bool) -> None:
 
 @contextlib.contextmanager
 def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
-    """Keep a storage that a loop manages from being evicted in this context."""
+    """Prevent a loop from evicting a storage while this context is open."""
     library = loaded_library(storage.device)
     is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:
