@@ -203,7 +203,7 @@ class Loop:
         return self
 
     def stop(self) -> None:
-        """End the loop; its tensors stay valid. A second call does nothing.
+        """End the loop; its tensors stay valid. A second call has no effect.
 
         Fetches evicted tensors as far as the budget holds them. With ``measure=True``, prints the results to stderr.
 
