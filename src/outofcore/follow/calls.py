@@ -58,7 +58,7 @@ class BudgetedCalls:
         self._run_in_loop(move)
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step in the loop; return its result detached, and, except for model state, in memory of its own."""
+        """Run a step in the loop; return its result detached and, except model state, outside the loop's memory."""
         begin, stats_before = time.perf_counter(), self.stats
 
         def run() -> Any:

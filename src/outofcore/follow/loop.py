@@ -466,11 +466,13 @@ class Loop:
         with show_progress(self.on_progress, show=None if is_long else False) as tell:
             self.adopt(tensors, tell, len(tensors))
 
-    def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, wherever they are; ``tell`` receives the progress out of ``count`` tensors."""
+    def adopt(
+        self, tensors: Iterable[torch.Tensor], report_progress: ProgressCallback = ignore_progress, total: int = 0
+    ) -> None:
+        """Move tensors to the home where possible; ``total`` is the number of tensors for progress reports."""
         with self._lock:
             if self._space is not None:
-                self._space.adopt(tensors, tell, count)
+                self._space.adopt(tensors, report_progress, total)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Move a new optimizer's parameters and state to the home, if the loop runs in this thread."""

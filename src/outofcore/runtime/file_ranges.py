@@ -140,7 +140,7 @@ class FileRanges:
         return offset >= FIRST_RANGE
 
     def release(self, offset: int) -> tuple[int, int] | None:
-        """Remove a range; return the home's pages (offset, bytes) that it had moved to, or None."""
+        """Remove a range; return the pages (offset, bytes) that it occupied in the home, or None."""
         return self._ranges.pop(offset).pages
 
     def needed_bytes(self, offset: int) -> int:
@@ -158,7 +158,7 @@ class FileRanges:
                 file.check()
 
     def locate(self, offset: int, count: int) -> Location:
-        """Return the location of ``count`` bytes of a range, of fewer bytes at the range's end."""
+        """Return the location of ``count`` bytes of a range, or of fewer bytes if the range ends before."""
         file_range, within = self._find_range(offset)
         return file_range.file.locate(file_range.begin + within, min(count, max(file_range.bytes - within, 0)))
 

@@ -91,7 +91,7 @@ class Slots:
         return tuple(pieces)
 
     def grow_ahead(self, count: int) -> None:
-        """Grow the home to ``count`` bytes at once if it grows in stretches; ignore a lack of room."""
+        """Grow a home that consists of stretches to ``count`` bytes at once, if memory permits."""
         if self.home.edges:
             with contextlib.suppress(SpillError):  # an allocation will raise it
                 self.home.ensure(max(self._end, count))
