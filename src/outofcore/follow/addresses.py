@@ -78,7 +78,7 @@ class AddressWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Detect uses of addresses at least while this context is open."""
+        """Detect code that takes the address of a tensor's memory while this context is open."""
         with self._lock:
             self._open = True
             if self._undo is None:
@@ -91,7 +91,7 @@ class AddressWatch:
             self._unwrap_if_unused()
 
     def _unwrap_if_unused(self) -> None:
-        """Restore the wrapped methods if they are no longer needed."""
+        """Remove the method wrappers unless a loop or other code still needs them."""
         with self._lock:
             # Watching continues as long as a tensor is in memory of a loop, open or not.
             if self._open or self._undo is None or has_loop_tensors():
@@ -199,7 +199,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the module name of the nearest frame outside ``torch.storage``; empty without one."""
+    """Return the module name of the nearest frame outside ``torch.storage``."""
     name = ""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -230,7 +230,7 @@ _VARARGS_AND_KEYWORDS = 3
 
 
 def _redirect(undo: contextlib.ExitStack, function: Any, make_replacement: Callable[[int], int]) -> None:
-    """Redirect a built-in function to C code until ``undo`` is closed, if this is CPython."""
+    """Replace the C function behind a Python built-in until ``undo`` is closed, where supported."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value

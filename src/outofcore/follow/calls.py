@@ -58,7 +58,7 @@ class BudgetedCalls:
         self._run_in_loop(move)
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step in the loop; return its result detached, and, except for model state, in memory of its own."""
+        """Run a step in the loop; return its result detached and, except model state, outside the loop's memory."""
         begin, stats_before = time.perf_counter(), self.stats
 
         def run() -> Any:
@@ -115,7 +115,7 @@ class BudgetedCalls:
             yield from state_of(optimizer)
 
     def _adopt_untracked(self) -> None:
-        """Move new tensors of models and optimizers into the loop's memory, except memory shared with others."""
+        """Move new model and optimizer tensors into the loop's memory, unless shared with files or processes."""
         untracked = self._loop.find_untracked([tensor for tensor in self._state_tensors() if CPU.can_move(tensor)])
         if not untracked:
             return
@@ -137,7 +137,7 @@ class BudgetedCalls:
         _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _detach_result(self, result: Any) -> Any:
-        """Detach a result's tensors; move all except model and optimizer state out of the loop."""
+        """Detach a result's tensors from autograd; move all except model and optimizer state out of the loop."""
         library, persistent = CPU.library, {storage_key(tensor) for tensor in self._state_tensors()}
 
         def detach_and_release(value: Any) -> Any:

@@ -65,7 +65,7 @@ def measure_shares(budget: int, device: torch.device) -> BudgetShares:
 
 
 def divide_budget(budget: int, library_bytes: int) -> BudgetShares:
-    """Divide a budget, after the bytes of libraries, into segments for small tensors and an arena (perhaps below 0)."""
+    """Divide a budget into library bytes, segments for small tensors, and an arena (negative if too small)."""
     segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _MIN_SMALL)
     arena = (budget - library_bytes - segments) // ALLOCATOR.segment * ALLOCATOR.segment
     return BudgetShares(arena, arena // _SPARE_SHARE, segments, library_bytes)

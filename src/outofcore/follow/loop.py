@@ -203,9 +203,9 @@ class Loop:
         return self
 
     def stop(self) -> None:
-        """End the loop; its tensors stay valid. May be called again.
+        """End the loop; its tensors stay valid. A second call has no effect.
 
-        Fetches evicted tensors as far as the budget holds them. After ``measure=True``, prints the needs to stderr.
+        Fetches evicted tensors as far as the budget holds them. With ``measure=True``, prints the results to stderr.
 
         Raises:
             StateError: another thread started the loop; ``outofcore.stop()`` ends it from any thread.
@@ -280,16 +280,16 @@ class Loop:
         """Write a report on the last complete step as one self-contained HTML page.
 
         It shows memory over time, measured ops and copies, which ops ran by plan or on demand, why ops waited, the
-        evictions, and where and why the loop left its plans. A step lasts from one optimizer step to the next. Without
-        an optimizer it is a call of the model without gradients; without such calls, it is the whole run so far. Of a
-        very long step, the page shows the first quarter of a million events.
+        evictions, and where and why the loop left its plans. An optimizer step ends a step; in loops without one, a
+        backward pass does; in inference, a call of the model. Before the first complete step, the page shows the run so
+        far. Of a very long step, it shows the first quarter of a million events.
 
         Args:
             path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
             title: the heading; by default "loop".
 
         Returns:
-            the file; a notebook that shows it shows the page.
+            the path of the file; a notebook displays it as the page.
 
         Raises:
             StateError: no op was recorded yet.
@@ -466,11 +466,13 @@ class Loop:
         with show_progress(self.on_progress, show=None if is_long else False) as tell:
             self.adopt(tensors, tell, len(tensors))
 
-    def adopt(self, tensors: Iterable[torch.Tensor], tell: ProgressCallback = ignore_progress, count: int = 0) -> None:
-        """Move tensors to the home, wherever they are; ``tell`` receives the progress out of ``count`` tensors."""
+    def adopt(
+        self, tensors: Iterable[torch.Tensor], report_progress: ProgressCallback = ignore_progress, total: int = 0
+    ) -> None:
+        """Move tensors to the home where possible; ``total`` is the number of tensors for progress reports."""
         with self._lock:
             if self._space is not None:
-                self._space.adopt(tensors, tell, count)
+                self._space.adopt(tensors, report_progress, total)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Move a new optimizer's parameters and state to the home, if the loop runs in this thread."""
@@ -500,12 +502,12 @@ class Loop:
             self._record_end(StepSign.BACKWARD, user_line())
 
     def after_call(self, model: nn.Module) -> None:
-        """End a step after a call without gradients, in loops where backward passes and optimizers end no steps."""
+        """End a step after a call without gradients, unless backward passes or optimizers end the loop's steps."""
         if self._step_ends.sign is StepSign.CALL and self._runs_in_this_thread() and not torch.is_grad_enabled():
             self._record_end(StepSign.CALL, weakref.ref(model))
 
     def _record_end(self, sign: StepSign, source: Hashable) -> None:
-        """Count a step that ``sign`` ended; end the loop's step if ``source`` ends its steps."""
+        """Count an event that may end a step, and end the step if ``source`` ends this loop's steps."""
         self._step_ends.record_end(sign)
         # For a compiled step, each call is a step.
         if not self._options.for_compiled_step and self._runs_in_this_thread() and self._step_ends.ends_step(source):

@@ -68,7 +68,7 @@ class LoopPlanner:
         self.recent_plans: deque[PlanSummary] = deque(maxlen=_LISTED_PLANS)
 
     def on_step_end(self, step_count: int, *, is_proposed: bool) -> None:
-        """Use a plan that is ready, and start the next planning job if the planner is free."""
+        """Use the plan of a finished planning job, if any; start the next job when one is due."""
         stats = self._space.read_stats(steps=step_count, plans=self.plan_count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns

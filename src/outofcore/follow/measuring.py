@@ -94,7 +94,7 @@ class LoopNeeds:
         return Measurement(self.steps, self.in_core_bytes, self.smallest_budget, self.op, predicted)
 
     def _predict(self, budget: int, room: int, policy: PolicyLike) -> Predicted:
-        """Predict the step time within ``budget``, of which ``room`` bytes are left for tensors."""
+        """Predict how much slower a step runs within ``budget``, of which ``room`` bytes are left for tensors."""
         fits = budget >= self.smallest_budget
         if not fits or self.largest_step is None or not self.largest_step.costs.compute_seconds:
             return Predicted(budget, None, fits)

@@ -65,13 +65,13 @@ def loaded_libraries() -> list[ctypes.CDLL]:
 
 
 def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
-    """Load the native code for a device, once per process; the first library takes the dispatch key."""
+    """Return the native code for the CPU or for CUDA, loaded once per process."""
     return _load_once(flavor)
 
 
 @functools.cache
 def _load_once(flavor: Flavor) -> ctypes.CDLL:
-    """Load the native code for the CPU or for CUDA; the first library registers its kernels with PyTorch."""
+    """Load the native code for the CPU or for CUDA, and register its kernels if it is loaded first."""
     library = load_unlocked(flavor)
     with _key.lock:
         if _key.owner is None:

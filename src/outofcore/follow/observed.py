@@ -228,7 +228,7 @@ class _LogReader:
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
     def _read_rows(self, log: Sequence[_LogRow], names: Sequence[str]) -> None:
-        """Collect the logged ops, copies and evictions, and the periods in which blocks had memory."""
+        """Collect ops, copies and evictions from the log, and the times at which each block was in the arena."""
         current_stays: dict[int, int] = {}
         awaited: list[int] = []
         for row in log:
@@ -460,7 +460,7 @@ def observed_notes(observed: ObservedStep, plans: Sequence[PlanSummary]) -> list
     notes = [
         ("step", f"step {observed.step + 1} of the loop: {size}")
         if observed.is_complete
-        else ("so far", f"no optimizer step is complete; since the loop was started: {size}"),
+        else ("so far", f"no step is complete; since the loop was started: {size}"),
         ("ops", f"{observed.planned_count} by plan, {len(observed.on_demand)} on demand"),
         ("copies", "ahead: overlapped with ops; late: while an op waited for them"),
     ]

@@ -84,7 +84,7 @@ class RecomputeTrial:
             self.phase = TrialPhase.DECIDED
 
     def on_step_end(self) -> None:
-        """After the recorded step, choose storages to recompute; end the trial if no storage qualifies."""
+        """Choose storages to recompute if the trial recorded this step; end the trial if no storage qualifies."""
         if self.phase is not TrialPhase.NOTING:
             return
         chosen = choose_recomputed(self._recipes.read_notes(), self._bytes_per_second, target_bytes=self._target_bytes)

@@ -130,7 +130,7 @@ def _list_late_frees(
     freed_in_next_step: Mapping[int, int],
     op_count: int,
 ) -> list[list[int]]:
-    """Return the storages that are freed some time after their last use, by index of the next op."""
+    """Group the storages that are freed some ops after their last use, by the op before which they are freed."""
     late_frees: list[list[int]] = [[] for _ in range(op_count + 1)]
     for number, storage in enumerate(storages):
         if number in freed_in_next_step:
@@ -149,7 +149,7 @@ def _build_graph(
     freed_in_next_step: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    """Return the graph with a pseudo-op for each late free, the cost of each op, and its recorded index."""
+    """Return a step's graph, and the cost and recorded index of each op; each late free becomes a pseudo-op."""
     ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
@@ -211,7 +211,7 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
 def _collect_offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return arena offsets: (op, storage, offset) for storages that move, (op, offset) for scratch memory."""
+    """Return (op, storage, offset) where a storage gets a new arena offset, and (op, offset) for scratch memory."""
     last_offsets: dict[int, int] = {}
     offsets: list[tuple[int, int, int]] = []
     scratch_offsets: list[tuple[int, int]] = []

@@ -56,10 +56,10 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _report_backward_passes() -> Iterator[None]:
-    """Report each outermost backward pass to the running loops while this context is open."""
+    """Report complete backward passes to the running loops while this context is open."""
 
     def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run autograd's engine and return its result; report the backward pass unless it is nested."""
+        """Run autograd's engine and return its result; report the pass if it is complete and not nested."""
         outermost, complete = current_autograd_node() is None, False
         try:
             result = engine(outputs, gradients, keep_graph, *args, **kwargs)
@@ -74,7 +74,7 @@ def _report_backward_passes() -> Iterator[None]:
 
 
 def _after_backward(complete: bool) -> None:
-    """Report a complete backward pass to running loops; detach this thread from loops that ended in it."""
+    """Detach this thread from ended loops; report a ``complete`` backward pass to the running loops."""
     for library in loaded_libraries():
         library.follow_leave_thread()  # a loop may have ended in the backward pass
     for loop in running_loops() if complete else ():
@@ -115,7 +115,7 @@ class _OptimizerHooks:
 
 
 def _fix_address(storage: torch.UntypedStorage, until_next_op: bool) -> None:
-    """Keep a storage at its address for good. If ``until_next_op``, do so only outside of the loop's thread."""
+    """Keep a storage at its address for good, unless the loop's own thread needs it only until the next op."""
     library = loaded_library(storage.device)
     if library is not None and not (until_next_op and library.follow_is_opener()):
         call(library, "follow_fix", storage_address(storage))
@@ -123,7 +123,7 @@ def _fix_address(storage: torch.UntypedStorage, until_next_op: bool) -> None:
 
 @contextlib.contextmanager
 def _hold_storage(storage: torch.UntypedStorage) -> Iterator[None]:
-    """Keep a storage that a loop manages from being evicted in this context."""
+    """Prevent a loop from evicting a storage while this context is open."""
     library = loaded_library(storage.device)
     is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:

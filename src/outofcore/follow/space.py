@@ -132,7 +132,7 @@ class Space:
         return untracked
 
     def largest_need(self) -> tuple[int, str] | None:
-        """Return the largest memory need of an op in bytes, and a text about the op; None if not recorded."""
+        """Return the largest memory need of an op, in bytes, and a description of that op; None if not recorded."""
         numbers = Refusal()
         text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
         if text is None:

@@ -47,7 +47,7 @@ class StepEnds:
         self.count += 1
 
     def ends_step(self, source: Hashable) -> bool:
-        """Note an event of ``source``, such as an optimizer; return whether it ends a step."""
+        """Record an event of an optimizer or other source, and return whether the event ends a step."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._other_sources:

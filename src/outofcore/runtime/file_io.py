@@ -85,7 +85,7 @@ class ByteStore(ABC):
 
 
 def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Read ``memory`` from a location, or write it there; return the copied bytes and an error code or 0."""
+    """Copy between memory and a file location; return the number of copied bytes, and an error code or 0."""
     count, address = memory.nbytes, address_of(memory)
     needs_no_buffer = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
     bounce = None if needs_no_buffer else address_of(_thread_buffer())
@@ -119,7 +119,7 @@ def _thread_buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Return a new descriptor of a file for direct I/O; None if the system refuses."""
+    """Reopen a file for direct I/O; None if the system refuses. ``writes=True`` overwrites the first page."""
     try:
         # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC

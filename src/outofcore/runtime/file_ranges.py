@@ -140,7 +140,7 @@ class FileRanges:
         return offset >= FIRST_RANGE
 
     def release(self, offset: int) -> tuple[int, int] | None:
-        """Remove a range; return the home's pages (offset, bytes) that it had moved to, or None."""
+        """Remove a range; return the pages (offset, bytes) that it occupied in the home, or None."""
         return self._ranges.pop(offset).pages
 
     def needed_bytes(self, offset: int) -> int:
@@ -158,7 +158,7 @@ class FileRanges:
                 file.check()
 
     def locate(self, offset: int, count: int) -> Location:
-        """Return the location of ``count`` bytes of a range, of fewer bytes at the range's end."""
+        """Return the location of ``count`` bytes of a range, or of fewer bytes if the range ends before."""
         file_range, within = self._find_range(offset)
         return file_range.file.locate(file_range.begin + within, min(count, max(file_range.bytes - within, 0)))
 
@@ -201,7 +201,7 @@ class FileRanges:
         file_range = self._ranges[offset]
         home_tensor = self.tensor_of(offset)  # keeps the mapping alive until the end
         if file_range.view is None or home_tensor.data_ptr() != file_range.view.address + file_range.page_offset:
-            raise TransferError("the mapping of a file's range has moved: please report it")
+            raise TransferError("mapped weights of a file have moved; this is a bug in outofcore: please report it")
         memory = file_range.view.memory(0, file_range.view.bytes)
         if memory is not None:
             spill.write(pages[0], memory)
@@ -209,7 +209,7 @@ class FileRanges:
         file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.page_offset, spill, pages
 
     def drop_cache(self, home_tensor: torch.Tensor) -> bool:
-        """Return whether a tensor shows a range; if so, release the tensor's cached pages unless written."""
+        """Release a tensor's cached pages if unmodified; return False if the tensor maps no range of a file."""
         offset = self._by_address.get(home_tensor.untyped_storage().data_ptr())
         file_range = None if offset is None else self._ranges.get(offset)
         view = None if file_range is None else file_range.live_view

@@ -494,7 +494,7 @@ class DiskHome(HomeStore):
             return self._ranges.tensor_of(offset)
         except OSError as error:
             raise TransferError(
-                f"weights cannot be mapped from the file that has them ({error.strerror}); raise vm.max_map_count or "
+                f"weights cannot be mapped from their file ({error.strerror}); raise vm.max_map_count or "
                 "the limit on address space (ulimit -v)"
             ) from error
 

@@ -127,7 +127,7 @@ class MappedFiles:
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERSHIP_TESTS)
 
     def find_unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """Return the file and offset that unchanged memory is mapped from; None for other memory."""
+        """Return the file and offset behind a stretch of unmodified mapped memory; None for other memory."""
         mapping = self.find(address, count)
         if mapping is None:
             return None

@@ -53,7 +53,7 @@ class Slots:
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
-        """Allocate ``count`` consecutive bytes in whole pages and return their offset; raises ``SpillError``."""
+        """Allocate consecutive pages and return their offset; raises ``SpillError`` if the home cannot grow."""
         count = round_up(count, PAGE_BYTES)
         for index, (start, end) in enumerate(self._free):
             if end - start >= count:
@@ -62,7 +62,7 @@ class Slots:
         return self._extend(count)
 
     def take_pieces(self, count: int) -> tuple[SlotPiece, ...]:
-        """Allocate ``count`` bytes in whole pages, in several pieces if necessary; raises ``SpillError``."""
+        """Allocate pages for ``count`` bytes, in pieces if necessary; raises ``SpillError`` if the home cannot grow."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
             return (SlotPiece(self.take(count), count),)
@@ -91,7 +91,7 @@ class Slots:
         return tuple(pieces)
 
     def grow_ahead(self, count: int) -> None:
-        """Grow the home to ``count`` bytes at once if it grows in stretches; ignore a lack of room."""
+        """Grow a home that consists of stretches to ``count`` bytes at once, if memory permits."""
         if self.home.edges:
             with contextlib.suppress(SpillError):  # an allocation will raise it
                 self.home.ensure(max(self._end, count))
@@ -147,7 +147,7 @@ class Slots:
             undo.pop_all()
 
     def free(self, offset: int, count: int) -> None:
-        """Free a slot, and the pages that it has in the home."""
+        """Free a slot, and any pages that it occupies in the home."""
         files = self.home.files
         if files is not None and files.is_range(offset):
             pages = files.release(offset)

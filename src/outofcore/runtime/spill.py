@@ -151,7 +151,7 @@ class SpillFile(ByteStore):
             raise StateError("the spill file is closed; compile the step again to go on")
 
     def _open_direct(self) -> int | None:
-        """Return a descriptor for direct I/O; None if the system refuses. Raises ``SpillError`` if a test fails."""
+        """Return a descriptor for direct I/O, or None if refused; raises ``SpillError`` if a test of the file fails."""
         try:
             return open_direct(self._descriptor, writes=True)
         except OSError as error:
