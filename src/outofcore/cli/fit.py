@@ -244,7 +244,7 @@ def fit(
     tell: ProgressCallback,
     say: Printer | None = None,
 ) -> Fit:
-    """Compute a model's memory needs, plans and largest sizes, and the effect of changes that save memory."""
+    """Compute memory needs, plans, the largest sizes that fit, and the effects of memory-saving changes."""
     start = perf_counter()
     captures = Captures(model_config, target_device or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
@@ -372,7 +372,7 @@ class _SizeSearch:
         )
 
     def _largest_in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
-        """Estimate the largest size without evictions, in strides (the unit of the search); None if unknown."""
+        """Estimate the largest size that fits without evictions, in strides of the search; None if unknown."""
         if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
         largest_need = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
@@ -384,7 +384,7 @@ class _SizeSearch:
 
 
 def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count up to ``max_count`` that needs at most ``memory`` bytes, or 0."""
+    """Return the largest count, up to ``max_count``, that needs at most ``memory`` bytes; 0 if there is none."""
     points = dict(known_bytes)
 
     def fits(count: int) -> bool:
@@ -415,7 +415,7 @@ def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int],
 
 
 def _interpolate_count(points: dict[float, int], memory: int) -> float | None:
-    """Estimate the count that needs ``memory`` bytes, by a line through two points; None if it does not rise."""
+    """Estimate the count that needs ``memory`` bytes from a line through two points; None without a rising line."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
