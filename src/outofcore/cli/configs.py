@@ -178,7 +178,7 @@ class ConfiguredStep:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence transformers in the block: log messages up to warnings, Python warnings, and stderr."""
+    """Silence Python warnings, log messages up to level WARNING, and stderr in the block."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

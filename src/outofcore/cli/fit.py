@@ -242,16 +242,16 @@ def fit(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     tell: ProgressCallback,
-    say: Printer | None = None,
+    printer: Printer | None = None,
 ) -> Fit:
-    """Compute memory needs, plans, the largest sizes that fit, and the effects of memory-saving changes."""
+    """Compute memory needs, plans, the largest inputs that fit, and the effects of memory-saving changes."""
     start = perf_counter()
     captures = Captures(model_config, target_device or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
     training = replace(training, sequence=training.sequence or sequence_length(model_config, training))
     step = configured_step(model_config, training)
-    if say is not None:
-        say(size_text(step, training))
+    if printer is not None:
+        printer(size_text(step, training))
     graph, costs = captures.capture(training)
     if not graph.ops:
         raise InputError(

@@ -94,8 +94,8 @@ class SavedTraining(Struct):
         name, before, now, advice = mismatch
         if exact:
             raise InputError(
-                f"{name}: the checkpoint in {folder} has {before}, but this process {now}; {advice}; or load it with "
-                "exact=False, which changes the bits of later steps"
+                f"{name}: the checkpoint in {folder} has {before}, but this process has {now}; {advice}; or load "
+                "it with exact=False, which changes the bits of later steps"
             )
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
