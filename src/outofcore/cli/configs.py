@@ -527,7 +527,7 @@ def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
 
 
 def _best_stack(path: str, layer_kinds: Sequence[int]) -> Stack | None:
-    """Find the repetition in a layer list that lets a model omit the most layers; None if there is none."""
+    """Find the repetition in a layer list that lets a model omit the most layers; None if it needs all layers."""
     count, best = len(layer_kinds), None
     fewest = count
     for first in range(count):

@@ -384,7 +384,7 @@ class _SizeSearch:
 
 
 def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count, up to ``max_count``, that needs at most ``memory`` bytes; 0 if there is none."""
+    """Return the largest count up to ``max_count`` that needs at most ``memory`` bytes; 0 if 1 needs more."""
     points = dict(known_bytes)
 
     def fits(count: int) -> bool:
