@@ -379,7 +379,7 @@ def test_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="no checkpoint"):
             run.load(tmp_path / "none")
         change_facts(**{"threads (torch.get_num_threads)": "7"})
-        with pytest.raises(InputError, match=r"has 7, but this process 1; call torch\.set_num_threads"):
+        with pytest.raises(InputError, match=r"has 7, but this process has 1; call torch\.set_num_threads"):
             run.load(tmp_path / "one")
         change_facts(PyTorch="1.0")
         with pytest.raises(InputError, match=r"PyTorch: .* has 1\.0.*exact=False"):

@@ -47,7 +47,7 @@ Printer = Callable[[str], None]
 
 @contextmanager
 def answer_printer(*, answers_only: bool) -> Generator[Printer]:
-    """Yield a function that prints answers; with ``alone``, all other output goes to stderr."""
+    """Yield a function that prints answers; with ``answers_only``, all other output goes to stderr."""
     if not answers_only:
         yield print
         return
@@ -248,7 +248,7 @@ def _plan_text(
     lower_bound_seconds: float | None,
     forecast: Estimate | None,
 ) -> str:
-    """Return the text that ``plan`` prints; ``forecast`` contains the step times for other budgets."""
+    """Return the text that ``outofcore plan`` prints; ``forecast`` contains step times for several budgets."""
     report = None if result is None else result.report
     is_split = subject.smallest_budget < subject.whole_budget
     splitting = ", with large ops split" if is_split else ""
@@ -343,7 +343,7 @@ def _comparison_tables(subject: Subject, budgets: Sequence[tuple[str, int]], res
 
 
 def _figure_texts(subject: Subject, result: PolicyResult, compute_seconds: float) -> tuple[str, ...]:
-    """Return the cells of a plan's table row; if no plan fits, these are "no" and dashes."""
+    """Return the figures of a plan as cells of a table row; a dash replaces an unknown figure."""
     report = result.report
     plan_time = format_seconds(result.plan_seconds)
     if report is None:

@@ -185,7 +185,7 @@ def _check_zoo(kind: TargetKind | None, zoo: ZooOptions, batch: int) -> None:
 
 
 def _check_source(model: str | None, graph: Path | None, places: PlaceOptions) -> None:
-    """Refuse a command that names neither a model nor a graph file, or both."""
+    """Refuse a command that does not name exactly one source: a model or a graph file."""
     is_file = graph is not None
     refuse(
         (
@@ -438,7 +438,7 @@ def doctor(
 
 
 def main() -> None:
-    """Run the command line; a script of ``outofcore run`` starts after typer has ended."""
+    """Run the command line, and then the script of ``outofcore run``, if there is one."""
     hook, launch = sys.excepthook, None
     try:
         app(prog_name="outofcore")

@@ -79,7 +79,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_size(name: str, value: object, default: object) -> bool:
-    """Return whether a field is a size or a list of sizes, judging by its name and its default."""
+    """Return whether a field of a configuration is a size, such as ``hidden_size``, or a list of sizes."""
     if isinstance(default, list | tuple):
         return isinstance(value, list) and all(map(_is_whole, _leaves(default))) and _SIZES.fullmatch(name) is not None
     if _SIZE.fullmatch(name) is None:
@@ -161,7 +161,7 @@ def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str]
 
 
 def quantisation_of(content: Mapping[str, Any]) -> str:
-    """Describe a model's quantised weights, e.g. as "quantization_config (gptq, 4 bits)"; else return ""."""
+    """Describe how weights are quantised, e.g. "quantization_config (gptq, 4 bits)"; "" if they are not."""
     for name, value in content.items():
         if name in QUANTISED and value:
             return f"{name} ({_quantisation_text(value)})"

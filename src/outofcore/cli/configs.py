@@ -178,7 +178,7 @@ class ConfiguredStep:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence transformers in the block: log messages up to warnings, Python warnings, and stderr."""
+    """Silence Python warnings, log messages up to level WARNING, and stderr in the block."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -368,7 +368,7 @@ def size_text(step: ConfiguredStep, training: Training) -> str:
 
 
 def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtype:
-    """Return the dtype of the parameters; raise ``InputError`` if models cannot be trained in it."""
+    """Return the dtype of the parameters; raise ``InputError`` if this dtype is not supported."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"--dtype {training.dtype!r} is unknown; choose one of fp32, bf16 and fp16")
@@ -385,7 +385,7 @@ def parameter_dtype(model_config: ModelConfig, training: Training) -> torch.dtyp
 
 
 def configured_step(model_config: ModelConfig, training: Training) -> ConfiguredStep:
-    """Build a configured model without memory for weights, and its step; raise ``InputError`` on failure."""
+    """Build the step of a model configuration, without memory for weights; raise ``InputError`` on failure."""
     _check_options(model_config, training)
     dtype = parameter_dtype(model_config, training)
     model = _build_model(model_config, training, dtype)
@@ -517,7 +517,7 @@ def _build_model(model_config: ModelConfig, training: Training, dtype: torch.dty
 
 
 def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
-    """Return the layer lists of a model in which equal layers, or groups of layers, repeat to the end."""
+    """Return the layer lists of a model that end in repeated layers, or in repeated groups of layers."""
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in stacks):
@@ -527,7 +527,7 @@ def find_stacks(model: nn.Module, config: Any) -> list[Stack]:
 
 
 def _best_stack(path: str, layer_kinds: Sequence[int]) -> Stack | None:
-    """Find the repetition in a layer list that leaves the fewest layers to build; None if all must be built."""
+    """Find the repetition in a layer list that lets a model omit the most layers; None if it needs all layers."""
     count, best = len(layer_kinds), None
     fewest = count
     for first in range(count):
@@ -542,7 +542,7 @@ def _best_stack(path: str, layer_kinds: Sequence[int]) -> Stack | None:
 
 
 def _layer_kinds(layers: Sequence[nn.Module], config: Any) -> list[int]:
-    """Return a number for the kind of each layer; layers of one kind differ only in their own index."""
+    """Return the kind of each layer as a number; layers of one kind are equal, except for their own index."""
     parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
     per_layer = [
         values
@@ -582,7 +582,7 @@ def _layer_facts(layer: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Return the model with LoRA adapters of a rank on all linear layers except the output head."""
+    """Add LoRA adapters of a given rank to all linear layers except the output head; return the model."""
     try:
         with _quiet():
             from peft import LoraConfig, get_peft_model  # noqa: PLC0415

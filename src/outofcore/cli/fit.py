@@ -242,16 +242,16 @@ def fit(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     tell: ProgressCallback,
-    say: Printer | None = None,
+    printer: Printer | None = None,
 ) -> Fit:
-    """Compute a model's memory needs, plans and largest sizes, and the effect of changes that save memory."""
+    """Compute memory needs, plans, the largest inputs that fit, and the effects of memory-saving changes."""
     start = perf_counter()
     captures = Captures(model_config, target_device or device("a100-80gb"), tell)
     # With the length set, equal steps have equal keys and are captured once.
     training = replace(training, sequence=training.sequence or sequence_length(model_config, training))
     step = configured_step(model_config, training)
-    if say is not None:
-        say(size_text(step, training))
+    if printer is not None:
+        printer(size_text(step, training))
     graph, costs = captures.capture(training)
     if not graph.ops:
         raise InputError(
@@ -372,7 +372,7 @@ class _SizeSearch:
         )
 
     def _largest_in_core(self, current_count: float, current_need: Need, size: int) -> int | None:
-        """Estimate the largest size without evictions, in strides (the unit of the search); None if unknown."""
+        """Estimate the largest size that fits without evictions, in strides of the search; None if unknown."""
         if current_need.in_core_budget > self._memory and current_count <= 1:
             return 0
         largest_need = planning.in_core_budget(*self._captures.capture(self._axis.training_at(self._training, size)))
@@ -384,7 +384,7 @@ class _SizeSearch:
 
 
 def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count up to ``max_count`` that needs at most ``memory`` bytes, or 0."""
+    """Return the largest count up to ``max_count`` that needs at most ``memory`` bytes; 0 if 1 needs more."""
     points = dict(known_bytes)
 
     def fits(count: int) -> bool:
@@ -415,7 +415,7 @@ def _search_count(bytes_at: Callable[[int], int], known_bytes: dict[float, int],
 
 
 def _interpolate_count(points: dict[float, int], memory: int) -> float | None:
-    """Estimate the count that needs ``memory`` bytes, by a line through two points; None if it does not rise."""
+    """Estimate the count that needs ``memory`` bytes from a line through two points; None without a rising line."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None

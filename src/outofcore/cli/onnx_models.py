@@ -152,7 +152,7 @@ def _read_arrays(path: Path) -> np.ndarray[Any, Any] | dict[str, np.ndarray[Any,
 
 
 def _to_tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> torch.Tensor:
-    """Convert an array to a tensor. A float32 array becomes ``dtype`` if NumPy lacks that type, such as bfloat16."""
+    """Convert an array to a tensor; cast float32 to ``dtype`` if NumPy has no such dtype, as for bfloat16."""
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError as error:
@@ -189,7 +189,7 @@ def run_model(
     checked: bool,
     quiet: bool,
 ) -> None:
-    """Run an ONNX file within ``limit`` bytes; write its outputs to a file, and print their shapes."""
+    """Run an ONNX file within ``limit`` bytes; write outputs to ``output``, if given, and print their shapes."""
     if output is not None and not output.resolve().parent.is_dir():
         raise InputError(f"there is no folder {output.resolve().parent}; create it, or choose another --output")
     check: CheckName = "sampled" if checked else "off"

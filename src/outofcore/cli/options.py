@@ -147,7 +147,7 @@ class PlaceOptions:
 
 
 def _print_devices(value: str) -> str:
-    """Print the devices that can be simulated, and exit, if the value is "list"; else return the value."""
+    """Return the value; if it is "list", print the devices that can be simulated, and exit."""
     if value != "list":
         return value
     rows: list[tuple[str, ...]] = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
@@ -196,7 +196,7 @@ class TrainOptions:
     shard: Annotated[bool, typer.Option("--shard", help="Model sharded over the processes of torchrun.")] = False
 
     def check(self, budget: str | None) -> None:
-        """Refuse options that contradict each other, and a missing budget."""
+        """Refuse options that contradict each other; also a missing budget, except with ``--eager``."""
         is_elastic, draws = self.elastic is not None, self.picture is not None
         refuse(
             (
@@ -435,7 +435,7 @@ Debug = Annotated[
 def command(
     app: typer.Typer, example: str, *, cls: type[Command] = Command, **settings: Any
 ) -> Callable[[Function], Function]:
-    """Return a decorator that adds a function to ``app``; each field of a dataclass parameter becomes an option."""
+    """Return a decorator that makes a function a command; fields of its dataclass parameters become options."""
 
     def register(function: Function) -> Function:
         option_classes: dict[str, type] = {}

@@ -165,7 +165,7 @@ def _read_text(file: Path) -> str:
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
-    """Assign offsets to the buffers in a CSV file, and write the file with them; return False if no placement fits."""
+    """Place the buffers of a CSV file, and write it with their offsets; return False if no placement is found."""
     try:
         table = read_table(_read_text(file))
     except (OSError, InputError) as error:

@@ -42,9 +42,9 @@ from outofcore.units import GIB, format_bytes
 _DEFAULT_NETWORK = GroupCost(50e-6, 1.0 * GIB)
 
 
-def _group_cost(place: LocalMachine | Device, between: int | None) -> GroupCost:
+def _group_cost(machine: LocalMachine | Device, between: int | None) -> GroupCost:
     """Return an assumed cost of collectives, at ``between`` bytes per second or a default rate for the device."""
-    default_rate = place.in_bytes_per_s if isinstance(place, Device) else _DEFAULT_NETWORK.bytes_per_s
+    default_rate = machine.in_bytes_per_s if isinstance(machine, Device) else _DEFAULT_NETWORK.bytes_per_s
     return replace(_DEFAULT_NETWORK, bytes_per_s=default_rate if between is None else float(between))
 
 
@@ -205,18 +205,18 @@ def subject_of(
     title, simulation = plain.title, ""
     with (
         show_progress(ignore_progress if quiet else None) as tell,
-        open_target(device, home, host_budget, cache) as place,
+        open_target(device, home, host_budget, cache) as machine,
     ):
-        sharing = None if ranks is None else AssumedSharding(ranks, _group_cost(place, between))
-        costed_step = cost_step(plain.user, plain.inputs, {}, place, tell=tell, sharing=sharing, split=Split.EXACT)
-    if isinstance(place, Device):
-        simulation = place.describe()
-    elif place.backend.driver is not None:
+        sharing = None if ranks is None else AssumedSharding(ranks, _group_cost(machine, between))
+        costed_step = cost_step(plain.user, plain.inputs, {}, machine, tell=tell, sharing=sharing, split=Split.EXACT)
+    if isinstance(machine, Device):
+        simulation = machine.describe()
+    elif machine.backend.driver is not None:
         outside_bytes = format_bytes(
-            place.backend.unavailable_bytes(smallest_budget(costed_step.graph, costed_step.costs), 0, 0)
+            machine.backend.unavailable_bytes(smallest_budget(costed_step.graph, costed_step.costs), 0, 0)
         )
         title += (
-            f", on {place.backend.device} (bytes of the arena; a budget needs at least {outside_bytes} in addition)"
+            f", on {machine.backend.device} (bytes of the arena; a budget needs at least {outside_bytes} in addition)"
         )
     if sharing is not None:
         graph = costed_step.graph

@@ -59,15 +59,15 @@ def split_script(target: str) -> tuple[Path, str] | None:
     return None if match is None else (Path(match["file"]), match["name"])
 
 
-def check_kind(target: str, takes: Iterable[TargetKind], command: str, instead: str) -> TargetKind:
+def check_kind(target: str, allowed_kinds: Iterable[TargetKind], command: str, advice: str) -> TargetKind:
     """Return the kind of a target; raise ``InputError`` with advice if the command does not take that kind."""
-    allowed = tuple(takes)
+    allowed = tuple(allowed_kinds)
     is_script = Path(target).suffix == ".py" and Path(target).is_file()
     kind = TargetKind.SCRIPT if is_script and TargetKind.SCRIPT not in allowed else classify_target(target)
     if kind not in allowed:
         names = " or ".join(allowed_kind.value for allowed_kind in allowed)
         actual = "a script" if is_script else kind.value
-        raise InputError(f"{command} takes {names}, but {target} is {actual}; {instead}")
+        raise InputError(f"{command} takes {names}, but {target} is {actual}; {advice}")
     return kind
 
 
@@ -87,7 +87,7 @@ def _script_message(target: str) -> str:
 
 
 def functions_in(path: Path, *, include_all: bool = False) -> list[str]:
-    """Return the names of a script's public functions that can be called without arguments."""
+    """Return the names of a script's public functions, by default only of functions that need no arguments."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:

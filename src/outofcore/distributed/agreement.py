@@ -67,7 +67,7 @@ class Agreement:
             self._set_group([collective.group for collective in collectives])
 
     def rendezvous(self, facts: StepFacts | None, device: torch.device) -> bool:
-        """Return whether all processes have a plan for the call (``facts``); raise an error if these plans differ."""
+        """Return whether every process has a plan (``facts`` is not None); raise an error if their steps differ."""
         group = self._group
         if group is None:
             return facts is not None

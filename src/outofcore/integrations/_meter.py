@@ -19,7 +19,7 @@ class Meter:
         self._before, self._began = stats, time.perf_counter()
 
     def read_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
-        """Return a loop's means per step since the last reading, and its peak memory."""
+        """Return a loop's mean times and copied bytes per step since the last reading, and its peak memory."""
         count, before, began = max(steps, 1), self._before, self._began
         self.reset(stats)
         return {
@@ -34,7 +34,7 @@ class Meter:
         self._calls.append(stats)
 
     def read_calls(self) -> dict[str, float]:
-        """Return a compiled step's means per call since the last reading, and its peak memory."""
+        """Return the mean times and copied bytes per call since the last reading, and the peak memory of the calls."""
         calls, self._calls = self._calls, []
         count = max(len(calls), 1)
         return {

@@ -58,7 +58,7 @@ class Round:
 
 
 def schedule_rounds(piece_count: int, processes: int, position: int) -> Iterator[Round]:
-    """Yield the rounds in which a process of the chain, given by its position, helps to sum the pieces."""
+    """Yield the rounds of a sum along a chain of processes, as seen by the process at ``position``."""
     turn = 2 * (processes - 1)
     for number in range(piece_count + turn - position if piece_count else 0):
         forward, back = number - position, number - turn + position

@@ -26,7 +26,7 @@ def combine_phases(
     optimizers: Sequence[Optimizer],
     update: Callable[[], object] | None,
 ) -> Callable[..., Any]:
-    """Return a function that makes the update if its first argument is true, else a worker's turn."""
+    """Return a function that updates the models if its first argument is true; otherwise it runs ``step``."""
 
     @functools.wraps(step, assigned=("__name__", "__qualname__", "__doc__"), updated=())
     def phase(updates: bool, /, *args: Any, **kwargs: Any) -> Any:

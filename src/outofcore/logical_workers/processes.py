@@ -136,7 +136,7 @@ _POLL_SECONDS = 0.01
 
 
 def agree_on_start(store: Any, rank: int, count: int, timeout: timedelta) -> str:
-    """Agree with all processes on a new name for this start of the training, and return it."""
+    """Return a name for this start of the training that is new, and the same in all processes."""
     # torchrun keeps its store when it restarts processes, so keys of earlier starts remain. Each process but the first
     # announces itself under a fresh name, and the first answers it with the name of the start.
     end = time.monotonic() + timeout.total_seconds()

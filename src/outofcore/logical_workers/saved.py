@@ -79,7 +79,7 @@ class SavedTraining(Struct):
         return saved, extra.get("extra")
 
     def check_compatible(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
-        """Raise ``InputError`` if the checkpoint is of another training or, with ``exact``, would give other bits."""
+        """Raise ``InputError`` if the number of workers or, with ``exact``, a fact that decides the bits differs."""
         facts, key = dict(self.facts), "logical workers"
         if facts.get(key) != str(workers) or self.contexts.keys() != {str(k) for k in range(workers)}:
             raise InputError(
@@ -94,13 +94,13 @@ class SavedTraining(Struct):
         name, before, now, advice = mismatch
         if exact:
             raise InputError(
-                f"{name}: the checkpoint in {folder} has {before}, but this process {now}; {advice}; or load it with "
-                "exact=False, which changes the bits of later steps"
+                f"{name}: the checkpoint in {folder} has {before}, but this process has {now}; {advice}; or load "
+                "it with exact=False, which changes the bits of later steps"
             )
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
     def restore(self, progress: WorkerProgress, workers: range, worker_count: int) -> None:
-        """Set ``progress`` to the saved position in the data, and the saved random states of its workers."""
+        """Restore the saved position in the data, and the random states of ``workers``, in ``progress``."""
         saved_order = self.order
         progress.place = DataPosition(self.place.epoch, self.place.step)
         progress.order = saved_order and SampleOrder(

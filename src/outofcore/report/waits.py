@@ -151,7 +151,7 @@ class _CauseFinder:
         return Reason.ROOM, f"The copy had no memory before {self._instruction_name(latest)} released it."
 
     def _latest_awaited(self, waits: tuple[Wait, ...]) -> int | None:
-        """Return the index of the instruction in ``waits`` that ended last; None without waits."""
+        """Return the index of the awaited instruction that ended last; None without waits."""
         targets = [
             self._lanes[wait.queue, wait.home][wait.count - 1]
             for wait in waits
