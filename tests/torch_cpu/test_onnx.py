@@ -312,7 +312,7 @@ DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "domain": (lambda m: setattr(m.graph.node[1], "domain", "acme"), "of the domain 'acme', which has no opset"),
     "attribute": (lambda m: setattr(m.graph.node[1].attribute[0], "name", "axes"), "has an attribute 'axes'"),
     "attribute type": (lambda m: setattr(m.graph.node[1].attribute[0], "type", 1), "'axis' is not of the type INT"),
-    "inputs": (lambda m: m.graph.node[1].input.append("p"), "has 2 inputs, and the operator 1 to 1"),
+    "inputs": (lambda m: m.graph.node[1].input.append("p"), "has 2 inputs, and the operator allows 1 to 1"),
     "no opset": (lambda m: m.opset_import.pop(), "no graph or no opset"),
     "later opset": (lambda m: setattr(m.opset_import[0], "version", 99), "the model needs opset 99"),
     "no graph": (lambda m: m.ClearField("graph"), "no graph or no opset"),

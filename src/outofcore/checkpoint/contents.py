@@ -167,7 +167,7 @@ def model_parameter_ids(models: Sequence[nn.Module]) -> set[int]:
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each parameter group's size and non-tensor settings; raises ``StateError`` if not JSON data."""
+    """Return each parameter group's size and non-tensor settings; raises ``StateError`` if they cannot be saved."""
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
@@ -178,7 +178,7 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Map each parameter's index, as text, to its non-tensor state; raises ``StateError`` for unsupported state."""
+    """Return an optimizer's non-tensor state by parameter index; raises ``StateError`` if it cannot be saved."""
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:

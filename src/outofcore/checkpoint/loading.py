@@ -136,7 +136,7 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_by_file(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return each model's data file (stem) and tensors, by saved name; raises ``InputError`` if models differ."""
+        """Return each model's data file and the tensors to load from it; raises ``InputError`` if models differ."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
@@ -287,7 +287,7 @@ class Checkpoint:
     def _allocate_missing(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home_tensors: HomeTensors | None
     ) -> Targets:
-        """Map saved gradients and missing optimizer state to tensors; allocate the tensors that do not exist."""
+        """Return tensors for saved gradients and missing optimizer state, by saved name; reuse existing gradients."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):

@@ -20,7 +20,7 @@ _WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Raise ``InputError`` if no weight is for a meta tensor, or one does not fit; warn about unmatched names."""
+    """Raise ``InputError`` if weights cannot be loaded into a model's meta tensors; warn about unmatched names."""
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     meta_tensors = {name: tensor for name, tensor in named.items() if tensor.is_meta}
     path = weights.path
@@ -83,7 +83,7 @@ def format_names(names: Collection[str]) -> str:
 
 
 def _advise_on_names(file_names: Collection[str], model_names: Collection[str]) -> str:
-    """Return advice for names that differ only by a prefix or a wrapper's addition; otherwise an empty text."""
+    """Return advice if names differ by a prefix, or a wrapper such as ``torch.compile``; otherwise empty text."""
     prefix = _common_prefix(file_names, set(model_names))
     if prefix:
         return (

@@ -110,10 +110,10 @@ def _collect_state(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, NamedTensors], dict[str, Any]]:
-    """Collect the tensors of each file, and the JSON index; ``omitted`` are the ids of tensors to leave out."""
+    """Collect a checkpoint's tensors by file, and its index; leave out tensors with ids in ``omitted``."""
 
     def wrap_if_sharded(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | ShardRange:
-        """Wrap a sharded parameter's tensor, such as its gradient, in a ``ShardRange``; return others unchanged."""
+        """Wrap a sharded parameter, its gradient or state in a ``ShardRange``; return scalars and others unchanged."""
         shard = None if shards is None else shards.shard_of(parameter)
         if shard is None:
             return value

@@ -337,7 +337,7 @@ def load_entry_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Read an entry of a file, and copy it from element ``start`` on to a flat tensor; return the updated checksum."""
+    """Load the range of an entry that begins at element ``start`` into a flat tensor; return the new checksum."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize

@@ -183,7 +183,7 @@ def _largest_step(steps: list[StepVariants]) -> StepVariants:
 
 
 def _replace_collective_costs(captured: Captured, costs: Costs, sharing: AssumedSharding | None) -> Costs:
-    """Replace the costs of collective ops by estimates for the assumed processes; no change without ``sharing``."""
+    """Return costs in which collective ops take the time that ``sharing`` assumes; the same costs without it."""
     if sharing is None:
         return costs
     ops = [

@@ -124,7 +124,7 @@ def _is_joint_update(graph: StepGraph, op: Op) -> bool:
 
 
 def _reads_by_parameter(graph: StepGraph, op: Op) -> list[list[int]]:
-    """Group the storages that an optimizer update reads by parameter; each group begins with the parameter."""
+    """Group the inputs of an optimizer update by parameter; each group begins with the parameter."""
     members = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
     for s in op.reads:
         if graph.storages[s].kind is StorageKind.PARAMETER:
@@ -178,7 +178,7 @@ def _chunk_and_hoist_updates(step: CostedStep) -> CostedStep:
 
 
 def _split_joint_update(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _CostedOp]]:
-    """Split a merged update into ops of limited size; pair each op with a key that sorts all updates."""
+    """Split a merged update into ops of limited size; return (key, op) pairs for sorting all updates."""
     max_bytes = traits_of(CPU).update_bytes.chunk
     kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
     chunks: list[tuple[float, list[list[int]]]] = []
@@ -242,7 +242,7 @@ class _CostedOp:
 def _build_step(
     storages: tuple[Storage, ...], parts: Sequence[_CostedOp], outputs: tuple[int, ...], costs: Costs
 ) -> CostedStep:
-    """Build a step of ``parts`` (ops with their costs) in this order; ``costs`` has the costs of homes."""
+    """Build a step from ``parts`` (ops with their costs) in this order; all other costs come from ``costs``."""
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
     return CostedStep(
         StepGraph(storages, ops, outputs),
@@ -310,7 +310,7 @@ class _BlockRepeater:
             raise _MismatchError
 
     def _match_ops(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
-        """Pair the storages of two equal ops, by field of ``Op``; raises ``_MismatchError`` if the ops differ."""
+        """Pair the storages of two matching ops, by field of ``Op``; raises ``_MismatchError`` if the ops differ."""
         costs = self._step.costs.ops
         alike = (first.name, first.rerunnable, first.random, first.family) == (
             second.name,
@@ -338,7 +338,7 @@ class _BlockRepeater:
         return blocks != (_ONE, _TWO) or self._role[first_storage] != self._role[second_storage]
 
     def repeat(self, count: int) -> CostedStep:
-        """Return the step with ``count`` copies of a middle block instead of two; ``count`` is at least 1."""
+        """Return the step with ``count`` (at least 1) copies of a middle block in place of the two middle blocks."""
         graph, stack = self._graph, self._stack
         storages: list[Storage] = []
         new: dict[tuple[object, int | None], int] = {}
@@ -350,7 +350,7 @@ class _BlockRepeater:
             storages.append(replace(old, id=len(storages), name=stack.shift_name(old.name, by)))
 
         def storage_of_copy(pair: tuple[int, int], copy_number: int) -> int:
-            """Return a copied op's new storage id; its originals in the two middle blocks use the ids in ``pair``."""
+            """Return the new id of a copied op's storage; the op uses ``pair`` in the two middle blocks."""
             s, t = pair
             match self._block[s], self._block[t]:
                 case (1, 2):
@@ -363,7 +363,7 @@ class _BlockRepeater:
                     return new[s, None]
 
         def storages_of_uncopied(old_ids: tuple[int, ...], op_block: int | None) -> tuple[int, ...]:
-            """Return the new ids of the storages of an op that is not repeated, in ``op_block`` or outside (None)."""
+            """Return the new storage ids of an op in ``op_block`` (None: outside blocks) that is not copied."""
             blocks = [self._block[s] for s in old_ids]
             if not {_ONE, _TWO} & set(blocks):
                 return tuple(new[s, None] for s in old_ids)
@@ -402,7 +402,7 @@ class _BlockRepeater:
         return _build_step(tuple(storages), parts, outputs, self._step.costs)
 
     def _scale_cost(self, op: Op, cost: OpCost, new_ids: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
-        """Scale the time of an op that is not copied to the bytes of its new storages, ``new_ids``."""
+        """Return the cost of an op that is not copied, scaled to the bytes of its storages if their number changed."""
         before = dict.fromkeys(op.reads + op.mutates)
         after = dict.fromkeys(new_ids)
         if len(before) == len(after):

@@ -102,7 +102,8 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, host_inputs: int = 0) -> list[fx.Node]:
-        """Build the fx graph, with ``host_inputs`` inputs on the CPU; return the outer graph's nodes that it uses."""
+        """Build the fx graph, and return the nodes of the enclosing graph that this graph takes as inputs."""
+        # The first inputs of a Loop body, the iteration and the condition, are on the CPU.
         for declared in graph.inputs[:host_inputs]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
@@ -194,7 +195,7 @@ class Builder:
         return node
 
     def _constant_or_weight(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
-        """Return a stored tensor as a constant if it is tiny or only read as numbers; otherwise register a weight."""
+        """Return the value of a stored tensor: a constant for scalars, sizes and the like, else a new weight."""
         looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
@@ -413,7 +414,7 @@ def _constant_of(node: Node) -> StoredTensor | None:
 
 
 def _find_or_add_module(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Return the module for a tensor's dotted name, and the tensor's name in that module and in ``root``."""
+    """Return a module to register a tensor in, the tensor's name there, and its dotted name from ``root``."""
     *parts, leaf = name.split(".")
     holder = root
     for part in parts:

@@ -561,7 +561,7 @@ def _check_schema(reader: _Reader, node: Node, schema: Any) -> None:
     for kind, count, min_count, max_count in counts:
         if not min_count <= count <= max_count:
             raise InputError(
-                f"{node} has {count} {kind}, and the operator {min_count} to {max_count}; export the model again"
+                f"{node} has {count} {kind}, and the operator allows {min_count} to {max_count}; export the model again"
             )
     for place, formal in enumerate(schema.inputs):
         option = formal.option.name
@@ -719,7 +719,10 @@ def _read_sparse(reader: _Reader, proto: Any) -> StoredTensor:
     positions = _bytes_of(places).view(np.int64).reshape(places.shape)
     if positions.ndim == 2:
         if positions.shape[1] != len(shape):
-            raise InputError(f"{title} has indices for another number of dimensions; export the model again")
+            raise InputError(
+                f"{title} has indices for {positions.shape[1]} dimensions, and its shape {shape} has {len(shape)}; "
+                "export the model again"
+            )
         if positions.size and ((positions < 0) | (positions >= np.array(shape, dtype=np.int64))).any():
             raise InputError(f"{title} has indices outside of its shape {shape}; export the model again")
         positions = positions @ np.array([math.prod(shape[place + 1 :]) for place in range(len(shape))], dtype=np.int64)

@@ -70,19 +70,19 @@ class Files:
             return torch.empty(stored.shape, dtype=dtype)
         return _view_bytes(array, dtype).reshape(stored.shape)
 
-    def mapping(self, place: FileRange) -> mmap.mmap:
+    def mapping(self, file_range: FileRange) -> mmap.mmap:
         """Return the memory map of a file, made on first use; raises ``InputError`` if unreadable or too short."""
-        if place.path not in self._open:
+        if file_range.path not in self._open:
             try:
-                with place.path.open("rb") as file:
+                with file_range.path.open("rb") as file:
                     # Private: writes by an optimizer stay in this process.
                     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
-                raise InputError(f"cannot read {place.path}: {error}") from error
-            self._open[place.path] = mapping
-        mapping = self._open[place.path]
-        if place.offset + place.length > len(mapping):
-            raise InputError(f"{place.path} became shorter while it was read; use another copy of it")
+                raise InputError(f"cannot read {file_range.path}: {error}") from error
+            self._open[file_range.path] = mapping
+        mapping = self._open[file_range.path]
+        if file_range.offset + file_range.length > len(mapping):
+            raise InputError(f"{file_range.path} became shorter while it was read; use another copy of it")
         return mapping
 
 

@@ -48,7 +48,7 @@ def library_text(limit: int = 8 * MIB) -> Tensor:
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Yield random passages of `library_text` and the same passages a byte later: each (batch, context) int64."""
+    """Yield random passages of `library_text`, and the same passages shifted by a byte: int64 (batch, context)."""
     text = library_text()
     starts = len(text) - context
     if starts < 1:
@@ -64,7 +64,7 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
 
 
 def image_source(size: int, requested: ImageSource | None = None) -> ImageSource:
-    """Return ``requested``, or the best usable image source; raises ``InputError`` if a package is missing."""
+    """Return ``requested``, by default the best available source; raises ``InputError`` if a package is missing."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
     if requested is not None:
         missing = [package for package in needs[requested] if find_spec(package) is None]

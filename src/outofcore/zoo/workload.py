@@ -383,7 +383,7 @@ def _gpt(options: ZooOptions) -> Workload:
 
 
 def _gpt_shape(options: ZooOptions) -> GPTShape:
-    """Return the model's layers, width and heads, chosen for ``params`` if given; may raise ``InputError``."""
+    """Return a GPT's layers, width and other sizes from options; raises ``InputError`` for invalid options."""
     context, vocab = options.context or 1024, options.vocab or _MIN_VOCAB
     dropout = 0.1 if options.dropout is None else options.dropout
     if vocab < _MIN_VOCAB:

@@ -91,14 +91,14 @@ def _mask_bias(mask: Tensor, scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(mask, (0, missing), value=-math.inf) if missing > 0 else mask
 
 
-def _visible_keys(scores: Tensor, first_query: Any, before: int, after: int) -> Tensor | None:
-    """Return a mask of the keys from ``before`` positions before each query to ``after`` after it; -1: no limit."""
-    if before < 0 and after < 0:
+def _visible_keys(scores: Tensor, first_query: Any, left_size: int, right_size: int) -> Tensor | None:
+    """Return the mask of a sliding window of keys around each query (-1: no limit); None without limits."""
+    if left_size < 0 and right_size < 0:
         return None
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]
     ahead = torch.arange(scores.shape[-1], device=scores.device)[None, :] - (row + first_query)
     visible = torch.ones_like(ahead, dtype=torch.bool)
-    for limit, distance in ((before, -ahead), (after, ahead)):
+    for limit, distance in ((left_size, -ahead), (right_size, ahead)):
         if limit >= 0:
             visible = visible & (distance <= limit)
     return visible

@@ -242,10 +242,10 @@ def flat_softmax(x: Tensor, *, op: str, axis: int = 1) -> Tensor:
 
 @operator("Dropout", read=(1, 2), pure=False, many=True)
 def dropout(
-    x: Tensor, share: list[float] | None = None, training: list[bool] | None = None, *, count: int, ratio: float = 0.5
+    x: Tensor, ratios: list[float] | None = None, training: list[bool] | None = None, *, count: int, ratio: float = 0.5
 ) -> tuple[Tensor, ...]:
-    if share is not None:
-        (ratio,) = share
+    if ratios is not None:
+        (ratio,) = ratios
     if training is not None and training[0] and ratio > 0:
         mask = torch.rand_like(x) >= ratio
         return torch.where(mask, x / (1 - ratio), torch.zeros_like(x)), mask

@@ -79,12 +79,12 @@ def scatter_nd(x: Tensor, index: Tensor, updates: Tensor, *, reduction: str = "n
 
 @operator("TensorScatter")
 def tensor_scatter(
-    past: Tensor, update: Tensor, begins: Tensor | None = None, *, axis: int = -2, mode: str = "linear"
+    past: Tensor, update: Tensor, starts: Tensor | None = None, *, axis: int = -2, mode: str = "linear"
 ) -> Tensor:
     axis = axis_of(axis, past.dim())
     at = torch.arange(update.shape[axis], device=past.device).expand(past.shape[0], -1)
-    if begins is not None:
-        at = begins.reshape(-1, 1) + at
+    if starts is not None:
+        at = starts.reshape(-1, 1) + at
     if mode == "circular":
         at = at.remainder(past.shape[axis])
     at = at.reshape([past.shape[0], *(update.shape[axis] if i == axis else 1 for i in range(1, past.dim()))])
@@ -101,8 +101,8 @@ def one_hot(index: Tensor, depth: list[float], values: Tensor, *, axis: int = -1
 
 
 @operator("TopK", read=(1,), many=True)
-def top_k(x: Tensor, counts: list[int] | None = None, *, k: int = 0, axis: int = -1, largest: int = 1) -> _Tensors:
-    (count,) = [k] if counts is None else counts
+def top_k(x: Tensor, given_count: list[int] | None = None, *, k: int = 0, axis: int = -1, largest: int = 1) -> _Tensors:
+    (count,) = [k] if given_count is None else given_count
     if not 0 <= count <= x.shape[axis]:
         raise Unsupported(f"it selects {count} of {x.shape[axis]} elements")
     # Among equal elements the first wins; PyTorch's topk picks any.

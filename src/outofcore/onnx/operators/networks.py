@@ -234,7 +234,7 @@ def _onnx_pool_indices(
 @operator("MaxUnpool", read=(2,))
 def max_unpool(
     x: Tensor,
-    places: Tensor,
+    indices: Tensor,
     sizes: list[int] | None = None,
     *,
     kernel_shape: tuple[int, ...],
@@ -245,7 +245,7 @@ def max_unpool(
     by, around = _per_dimension("strides", strides, rank, 1), _per_dimension("pads", pads, 2 * rank, 0)
     inner = [(x.shape[2 + i] - 1) * by[i] - around[i] - around[i + rank] + kernel_shape[i] for i in range(rank)]
     shape = [*x.shape[:2], *inner]
-    unpooled = x.new_zeros(math.prod(shape)).scatter(0, places.reshape(-1), x.reshape(-1)).reshape(shape)
+    unpooled = x.new_zeros(math.prod(shape)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(shape)
     return unpooled if sizes is None else _pad(unpooled, [(0, n - m) for n, m in zip(sizes[2:], inner, strict=True)])
 
 

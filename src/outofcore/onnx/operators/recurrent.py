@@ -43,7 +43,7 @@ class _Direction:
     def run(
         self, cell: _LayerType, x: Tensor, states: _States, lengths: Tensor | None, *, backwards: bool
     ) -> tuple[Tensor, _States]:
-        """Run a layer in one direction; return the outputs by time step (0 after ``lengths``) and the last states."""
+        """Run a layer in one direction; return the outputs, zero beyond each sequence's length, and the last states."""
         outputs: dict[int, Tensor] = {}
         times = range(x.shape[0])
         for time in reversed(times) if backwards else times:
@@ -142,7 +142,7 @@ def recurrent(
     *states: Tensor | None,
     asked: RecurrentAttributes,
 ) -> tuple[Tensor, ...]:
-    """Return a layer's outputs and final states; ``states`` are initial hidden state, cell state and peepholes."""
+    """Return a layer's outputs and last states; ``states``: initial hidden and cell state, and peephole weights."""
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
         raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")

@@ -69,7 +69,7 @@ def reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Tensor:
-    """Reduce a tensor over axes; without axes, over all, or over none if ``noop_with_empty_axes``."""
+    """Reduce a tensor over axes; the default is all axes, or none with ``noop_with_empty_axes``."""
     places = given_axes if given_axes is not None else axes
     if not places and noop_with_empty_axes:
         # No axis is reduced, and the elementwise part of the operator still runs.

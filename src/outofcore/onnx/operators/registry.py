@@ -50,10 +50,10 @@ def operator(
     attributes: type[Any] | None = None,
     **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function for the ONNX operators ``names`` from opset ``since`` on; its keywords are attributes.
+    """Register the decorated function for the ONNX operators ``names`` from opset ``since`` on.
 
-    With a dataclass ``attributes``, the function takes an instance as ``asked`` instead of keywords. ``also`` names the
-    attributes in its ``**kwargs``. ``Operator`` explains the other arguments.
+    The function's keywords are attributes; with a dataclass ``attributes``, it takes an instance as ``asked`` instead.
+    ``also`` names the attributes in its ``**kwargs``. ``Operator`` explains the other arguments.
     """
 
     def register(function: Function) -> Function:

@@ -177,7 +177,7 @@ def _resize_axis(
 
 
 def _sample_weight(mode: str, distance: Tensor, a: float) -> Tensor:
-    """Return a neighbour's weight by its distance, linear or cubic; ``a`` is the coefficient of the cubic."""
+    """Return the interpolation weight of a neighbour at a distance; ``a`` is the coefficient of the cubic mode."""
     d = distance.abs()
     if mode == "linear":
         return (1 - d).clamp(min=0)
@@ -217,7 +217,7 @@ def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RoiAlignAttribu
         extent = extent.clamp(min=1.0)
 
     def neighbours(column: int, bin_count: int) -> tuple[Tensor, ...]:
-        """Return each sample's lower and upper index, the weight of the upper, and whether the sample is inside."""
+        """Return each sample's two neighbours on an axis, the second's weight, and whether the sample is inside."""
         count, size = bin_count * ratio, x.shape[3 - column]
         steps = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count
         at = corners[:, column, None] + steps[None, :] * extent[:, column, None]

@@ -128,19 +128,19 @@ def split(
 @operator("Slice", read=(1, 2, 3, 4))
 def slice_tensor(
     x: Tensor,
-    begins: Sequence[int] | None = None,
-    limits: Sequence[int] | None = None,
-    along: Sequence[int] | None = None,
+    given_starts: Sequence[int] | None = None,
+    given_ends: Sequence[int] | None = None,
+    given_axes: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
     *,
     starts: Sequence[int] = (),
     ends: Sequence[int] = (),
     axes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Slice along axes; before opset 10 starts, ends and axes were attributes."""
-    starts, ends = starts if begins is None else begins, ends if limits is None else limits
-    along = axes if along is None else along
-    places = range(len(starts)) if along is None else along
+    """Slice a tensor; starts, ends and axes are inputs, or attributes before opset 10."""
+    starts, ends = starts if given_starts is None else given_starts, ends if given_ends is None else given_ends
+    given_axes = axes if given_axes is None else given_axes
+    places = range(len(starts)) if given_axes is None else given_axes
     by = [1] * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(places) == len(by):
         raise Unsupported("its starts, ends, axes and steps differ in number")
