@@ -18,12 +18,14 @@ from outofcore.child_processes import start_process
 @pytest.fixture
 def _restore_settings() -> Iterator[None]:
     before = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.mkldnn.enabled
-    precision = torch.backends.mkldnn.matmul.fp32_precision
+    operations = torch.backends.mkldnn.matmul, torch.backends.mkldnn.rnn
+    precisions = [operation.fp32_precision for operation in operations]
     yield
     torch.set_num_threads(before[0])
     torch.set_default_dtype(before[1])
     torch.backends.mkldnn.set_flags(before[2])
-    torch.backends.mkldnn.matmul.fp32_precision = precision
+    for operation, precision in zip(operations, precisions, strict=True):
+        operation.fp32_precision = precision
     torch.use_deterministic_algorithms(False)
 
 
@@ -33,20 +35,20 @@ def test_helper_has_the_settings_of_its_parent_process(monkeypatch: pytest.Monke
     torch.set_default_dtype(torch.float64)
     torch.backends.mkldnn.set_flags(False)
     torch.use_deterministic_algorithms(True)
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.rnn.fp32_precision = "bf16"
     work = pack_work((torch.ops.aten.mm.default, torch.float16))
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.backends.mkldnn.set_flags(True)
     torch.use_deterministic_algorithms(False)
-    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.rnn.fp32_precision = "ieee"
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(work)))
     assert receive_work() == (torch.ops.aten.mm.default, torch.float16)
     assert torch.get_num_threads() == 3
     assert torch.get_default_dtype() is torch.float64
     assert not torch.backends.mkldnn.enabled
     assert torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    assert torch.backends.mkldnn.matmul.fp32_precision == torch.backends.mkldnn.rnn.fp32_precision == "bf16"
 
 
 def test_helper_can_have_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def op_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @given(st.lists(st.booleans()))
 def test_spans_end_at_the_next_unrecorded_op(recorded: list[bool]) -> None:
-    ends = replay.replayable_spans(recorded)
+    ends = replay.find_span_ends(recorded)
     assert len(ends) == len(recorded)
     for start, end in enumerate(ends):
         assert (end > start) == recorded[start]

@@ -70,7 +70,7 @@ def _precision_settings() -> list[tuple[Any, str]]:
     """Return the (backend, operation) pairs, such as (``cudnn``, "conv"), with a float32 precision to transfer."""
     backends = torch.backends
     return [
-        *((backends.mkldnn, op) for op in ("matmul", "conv")),
+        *((backends.mkldnn, op) for op in ("matmul", "conv", "rnn")),
         (backends.cuda, "matmul"),
-        (backends.cudnn, "conv"),
+        *((backends.cudnn, op) for op in ("conv", "rnn")),
     ]

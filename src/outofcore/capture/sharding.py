@@ -213,7 +213,7 @@ class Sharding:
         """Record the reduction of a gradient over all processes, and replace it by the gathered result."""
         gradient = _gradient_of(fake, shard.name)
         traced = self._traced[id(shard.parameter)]
-        chunk = self._exchange(self._scale(shard, gradient))
+        chunk = self._reduce_scatter(self._scale(shard, gradient))
         row = torch.empty(shard.chunks.padded_elements, dtype=chunk.dtype, device=chunk.device)
         module = shard.name.rpartition(".")[0]
         self.append_collective(CollectiveKind.ALL_GATHER, row, chunk, module, mutates=(self.tables.storage_of(row),))
@@ -232,7 +232,7 @@ class Sharding:
         torch.mul(gradient, share, out=shard.whole_of(row))
         return row
 
-    def _exchange(self, row: torch.Tensor) -> torch.Tensor:
+    def _reduce_scatter(self, row: torch.Tensor) -> torch.Tensor:
         """Return this process's chunk of ``row``, summed over all processes in rank order."""
         received = torch.empty_like(row)
         storage = self.tables.storage_of(received)
@@ -273,7 +273,7 @@ class Sharding:
             places.append(row[start : start + gradient.numel()].view(gradient.shape))
             torch.mul(gradient, 1.0 / self._count, out=places[-1])
             start += gradient.numel()
-        total = self._exchange(row)
+        total = self._reduce_scatter(row)
         whole = torch.empty_like(row)
         self.append_collective(CollectiveKind.ALL_GATHER, whole, total, "", mutates=(self.tables.storage_of(whole),))
         start = 0

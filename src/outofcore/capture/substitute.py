@@ -144,7 +144,7 @@ class Substitute(TorchFunctionMode):
                     raise
                 new_args, new_kwargs = args, kwargs or {}
             if name == "ctc_loss" and traits_of(self._device).computes_in_capture:
-                new_args, new_kwargs = _with_lengths(new_args, new_kwargs)
+                new_args, new_kwargs = _convert_lengths(new_args, new_kwargs)
             self._functions.append((name, _autocast_now(self._device.type)))
             try:
                 return func(*new_args, **new_kwargs)
@@ -274,7 +274,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
     }
 
 
-def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _convert_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``ctc_loss`` with lists of lengths converted to tensors."""
 
     def tensor(value: Any) -> Any:

@@ -168,7 +168,7 @@ def _answer_config(
             budgets=budgets,
             policy=places.policy,
             as_json=as_json,
-            say=printer,
+            printer=printer,
         )
     finally:
         gc.freeze()  # the process collects no garbage when it ends, either

@@ -587,10 +587,10 @@ def answer(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     as_json: bool,
-    say: Printer = print,
+    printer: Printer = print,
 ) -> bool:
     """Print a configured model's memory needs and plans; return whether every budget has a plan."""
     with show_progress(ignore_progress if as_json else None) as tell:
-        result = fit(model_config, training, target_device, budgets, policy, tell, None if as_json else say)
-    say(json.dumps(json_content(result), indent=2) if as_json else answer_text(result))
+        result = fit(model_config, training, target_device, budgets, policy, tell, None if as_json else printer)
+    printer(json.dumps(json_content(result), indent=2) if as_json else answer_text(result))
     return result.fits

@@ -127,7 +127,7 @@ class _TrainCommand:
                 write_report(options.picture, content)
                 print(f"picture: {options.picture}")
 
-    def train_eagerly(self, display: _LineDisplay | _BarDisplay) -> None:
+    def train_in_plain_pytorch(self, display: _LineDisplay | _BarDisplay) -> None:
         work, options, processes = self.work, self.options, self.processes
         device = open_backend(processes.device).device
         network = work.build().to(device)
@@ -162,7 +162,7 @@ class _TrainCommand:
                 display.step(number, result)
         return results
 
-    def train_elastically(self, workers: int, budget: int) -> None:
+    def train_with_logical_workers(self, workers: int, budget: int) -> None:
         work, options, places = self.work, self.options, self.places
         with ExitStack() as stack:
             home = _open_home(places, stack)
@@ -223,7 +223,7 @@ def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: Train
         raise InputError(f"--save takes a folder, but {options.save} is a file; name a folder")
     work = find_workload(model, zoo)
     if options.elastic is not None and budget is not None:
-        _TrainCommand(work, options, places, CommandProcesses(device=places.device)).train_elastically(
+        _TrainCommand(work, options, places, CommandProcesses(device=places.device)).train_with_logical_workers(
             options.elastic, budget
         )
         return
@@ -233,7 +233,7 @@ def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: Train
             print(f"{processes.count} processes, each with its own batches; the lines below describe the first")
         training, display = _TrainCommand(work, options, places, processes), _make_display(options.steps)
         if budget is None:
-            training.train_eagerly(display)
+            training.train_in_plain_pytorch(display)
         else:
             training.train_compiled(display, budget)
 

@@ -21,7 +21,7 @@ from outofcore.execution.binding import BoundProgram, BoundRun, GeneratorUse, La
 from outofcore.execution.copying import Copies, Copying, prepare_copies
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.interrupts import SIGNAL_POLL_SECONDS
-from outofcore.execution.replay import Replay, is_worth_replaying, replayable_spans
+from outofcore.execution.replay import Replay, find_span_ends, is_worth_replaying
 from outofcore.execution.undo import StepProgress
 from outofcore.finalization import wait_for_threads_at_exit
 from outofcore.program import Timeline
@@ -123,7 +123,7 @@ class _Communicator(threading.Thread):
 
 @dataclass
 class _RecordedCalls:
-    """The recorded op calls of a program; ``span_ends`` (see ``replayable_spans``) is None before the recording."""
+    """The recorded op calls of a program; ``span_ends`` (see ``find_span_ends``) is None before the recording."""
 
     replay: Replay
     recorded: list[bool]
@@ -389,7 +389,7 @@ class CpuEngine:
             if replayed.recorded[number]:
                 waits = [(queue % self._queues, count) for queue, count in run.waits]
                 replayed.replay.set_waits(number, waits, run.number if run.awaited else None)
-        replayed.span_ends = replayable_spans(replayed.recorded)
+        replayed.span_ends = find_span_ends(replayed.recorded)
         return calls.failure
 
 

@@ -185,7 +185,7 @@ class Replay:
         self._library.replay_let_go(self._handle)
 
 
-def replayable_spans(recorded: Sequence[bool]) -> list[int]:
+def find_span_ends(recorded: Sequence[bool]) -> list[int]:
     """Return, for each op, the index of the first unrecorded op at or after the op."""
     # [True, True, False, True] has the ends [2, 2, 2, 4].
     ends = [*range(len(recorded)), len(recorded)]

@@ -112,7 +112,7 @@ class Runner:
                 slots.grow_ahead(count)
             wholes = {part.whole for part in self.captured.ranges.values()}
             keeper.moves.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
-            offsets_at_home = self._persistent_slots()
+            offsets_at_home = self._ensure_persistent_slots()
             layout = allocate_slots(self.captured.graph, self._costs, self.program, keeper.slots)
             undo.callback(layout.free, keeper.slots)
             self._placed = self._place(arena, bound, offsets_at_home, layout)
@@ -154,7 +154,7 @@ class Runner:
         blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
-    def _persistent_slots(self) -> dict[int, int]:
+    def _ensure_persistent_slots(self) -> dict[int, int]:
         """Map each storage that needs a slot at a home across steps to the slot's offset; take missing slots."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():

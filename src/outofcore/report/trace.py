@@ -55,7 +55,7 @@ def trace_events(
         events += _wait_events(graph, program, timeline, process, origin_us)
         memory = memory_over_time(graph, program, timeline) if measured is None else measured.memory
         events += _memory_events(memory, process, origin_us)
-        events += _departure_events(measured, process, origin_us)
+        events += _plan_departure_events(measured, process, origin_us)
     return events
 
 
@@ -129,7 +129,7 @@ def _wait_events(
         }
 
 
-def _departure_events(measured: LoopMeasurements | None, process: int, origin: float) -> Iterator[Event]:
+def _plan_departure_events(measured: LoopMeasurements | None, process: int, origin: float) -> Iterator[Event]:
     for seconds, name, text in () if measured is None else measured.marks:
         yield {
             "ph": "i",
