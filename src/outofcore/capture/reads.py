@@ -133,7 +133,7 @@ def _reads_computed_names(code: CodeType, globals_: set[str]) -> bool:
 
 @functools.cache
 def origin_of(module: str) -> Origin:
-    """Classify a module by its name: as user code, as PyTorch, or as other code."""
+    """Classify a module by its name: as USER (with installed packages), TORCH (``torch.nn`` and others), or OTHER."""
     package = module.partition(".")[0]
     if package == "outofcore":
         return Origin.USER if module.startswith("outofcore.zoo") else Origin.OTHER

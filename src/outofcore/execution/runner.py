@@ -155,7 +155,7 @@ class Runner:
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _ensure_persistent_slots(self) -> dict[int, int]:
-        """Map each storage that needs a slot at a home across steps to the slot's offset; take missing slots."""
+        """Return the slot of each storage that keeps a slot from step to step; take slots that are missing."""
         slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is StatePlace.HOME or storage in self.program.clean:

@@ -214,7 +214,7 @@ class Loop:
             return
         if not self._paused and threading.get_ident() != self._thread:
             raise StateError(
-                "only the thread that started a loop can stop it; call stop() there, or outofcore.stop() in any thread"
+                "another thread started this loop, and only that thread may call its stop(); or call outofcore.stop()"
             )
         self.end()
         if self._needs is not None:

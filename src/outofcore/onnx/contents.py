@@ -709,11 +709,12 @@ def _read_sparse(reader: _Reader, proto: Any) -> StoredTensor:
     shape = tuple(proto.dims)
     title = f"the sparse tensor {values.name!r}"
     count = math.prod(shape)
-    if any(size < 0 for size in shape) or count * BITS[values.code] > 8 << 30 or BITS[values.code] < 8:
+    if any(size < 0 for size in shape) or count * BITS[values.code] > 8 << 30:
         raise InputError(
-            f"{title} of shape {shape} is too large to make dense, or has elements below eight bits; store it as a "
-            "dense tensor"
+            f"{title} has the shape {shape}, and takes more than 1 GiB as a dense tensor; export it as dense"
         )
+    if BITS[values.code] < 8:
+        raise InputError(f"{title} has elements of fewer than eight bits; export it as a dense tensor")
     if places.code != 7 or len(values.shape) != 1 or places.shape[:1] != values.shape or len(places.shape) > 2:
         raise InputError(f"{title} has values and indices that do not match; export the model again")
     positions = _bytes_of(places).view(np.int64).reshape(places.shape)

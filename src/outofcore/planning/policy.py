@@ -232,7 +232,8 @@ def _fit_variant(policy: Policy, graph: StepGraph, costs: Costs, budget: int, ma
             data = graph.storages[decision.gap.storage]
             if decision.residency is not Residency.KEEP and not is_large(data.bytes):
                 raise GraphError(
-                    f"storage {data.id} ({data.name}) is below 64 KiB, so it must stay on the device: {decision}"
+                    f"storage {data.id} ({data.name}) is below 64 KiB, so it must stay on the device: {decision}; "
+                    "decide only about the gaps in movable_gaps(graph)"
                 )
         return plan if plan.policy == policy.name else replace(plan, policy=policy.name)
 

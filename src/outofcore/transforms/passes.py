@@ -322,15 +322,15 @@ def delay_updates(captured: Captured, max_bytes: int) -> Captured:
     ops_by_place: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
     waiting: set[int] = set()
-    at_once = traits_of(captured.device).updates_all_at_once
+    foreach_by_default = traits_of(captured.device).updates_all_at_once
     raising = ops_that_may_raise(captured)
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         op = pair[0]
-        if _joinable_update(*pair, at_once=at_once) is None:
+        if _joinable_update(*pair, foreach_by_default=foreach_by_default) is None:
             if op.id in raising or not waiting.isdisjoint(op.touched):
                 row, waiting = [], set()
             continue
-        if row and _can_join(row, pair, max_bytes, at_once=at_once):
+        if row and _can_join(row, pair, max_bytes, foreach_by_default=foreach_by_default):
             before = ops_by_place[row[-1][0].id]
             ops_by_place[op.id] = [*before, op.id]
             before.clear()
@@ -344,21 +344,21 @@ def delay_updates(captured: Captured, max_bytes: int) -> Captured:
 def join_updates(captured: Captured, max_bytes: int | None = None) -> Captured:
     """Join consecutive optimizer updates, up to ``max_bytes`` of parameters each (None: the device's limit)."""
     device = traits_of(captured.device)
-    at_once, sizes = device.updates_all_at_once, device.update_bytes
+    foreach_by_default, sizes = device.updates_all_at_once, device.update_bytes
     if max_bytes is None:
         max_bytes = sizes.joined
-        if at_once:
+        if foreach_by_default:
             max_bytes = max(sizes.chunk, min(live_bytes(captured.graph) // _LIVE_SHARE_OF_UPDATES, max_bytes))
     rows: list[list[tuple[Op, Call]]] = []
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
-        if rows and _can_join(rows[-1], pair, max_bytes, at_once=at_once):
+        if rows and _can_join(rows[-1], pair, max_bytes, foreach_by_default=foreach_by_default):
             rows[-1].append(pair)
         else:
             rows.append([pair])
     return with_ops(captured, map(_merge_updates, rows))
 
 
-def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
+def _joinable_update(op: Op, call: Call, *, foreach_by_default: bool) -> OptimizerUpdate | None:
     """Return the optimizer update of an op; None for other ops and for updates that must stay alone."""
     update = call.func
     if not isinstance(update, OptimizerUpdate) or not is_torch_optimizer(update.optimizer) or op.random:
@@ -366,13 +366,18 @@ def _joinable_update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | 
     for index in {member.group for member in update.members}:
         group = update.optimizer.param_groups[index]
         # By default torch.optim goes over all parameters at once, except on the CPU.
-        if group.get("foreach") and not group.get("fused") and not at_once:
+        if group.get("foreach") and not group.get("fused") and not foreach_by_default:
             return None
     return update
 
 
-def _can_join(updates: Sequence[tuple[Op, Call]], candidate: tuple[Op, Call], max_bytes: int, *, at_once: bool) -> bool:
-    first, update = _joinable_update(*updates[0], at_once=at_once), _joinable_update(*candidate, at_once=at_once)
+def _can_join(
+    updates: Sequence[tuple[Op, Call]], candidate: tuple[Op, Call], max_bytes: int, *, foreach_by_default: bool
+) -> bool:
+    first, update = (
+        _joinable_update(*updates[0], foreach_by_default=foreach_by_default),
+        _joinable_update(*candidate, foreach_by_default=foreach_by_default),
+    )
     if first is None or update is None or update.optimizer is not first.optimizer:
         return False
     if update.creates_state() != first.creates_state():

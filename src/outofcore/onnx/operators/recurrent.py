@@ -148,7 +148,7 @@ def recurrent(
         raise Unsupported(f"it runs {asked.direction} and has weights for {count} directions")
     if w.shape[1] != cell.gates * hidden:
         raise Unsupported(
-            f"its weights have {w.shape[1]} rows, and a hidden size of {hidden} needs {cell.gates * hidden}"
+            f"its weights have {w.shape[1]} rows, not {cell.gates * hidden} ({cell.gates} gates x {hidden})"
         )
     functions = asked.activations_by_direction(count)
     first, second, peepholes = (*states, None, None, None)[:3]

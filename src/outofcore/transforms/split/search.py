@@ -34,7 +34,7 @@ _NEGLIGIBLE = 32
 
 
 class SplitSearch:
-    """Chooses splits of all ops that need more than ``max_bytes``; with ``parts``, of all that can be split."""
+    """Chooses how to split the ops that need more than ``max_bytes``, or with ``parts`` all ops that can be split."""
 
     def __init__(self, needs: SplitNeeds, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
@@ -44,7 +44,7 @@ class SplitSearch:
         self._ends: dict[int, tuple[int, ...]] = {}
 
     def choose(self) -> dict[int, ChosenSplit]:
-        """Choose splits and return them by op; sets ``axes`` and ``cuts``, which divide the storages."""
+        """Return the chosen split of each op; set ``axes`` and ``cuts``, along which and where storages are cut."""
         dropped: set[int] = set()
         whole: set[int] = set()
         while True:
