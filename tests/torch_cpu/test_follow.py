@@ -513,7 +513,7 @@ def test_loop_is_refused_during_another_loop_or_compiled_step() -> None:
         thread = threading.Thread(target=stop)
         thread.start()
         thread.join()
-        assert "the thread that started a loop" in str(thread_errors[0])
+        assert "another thread started this loop" in str(thread_errors[0])
     finally:
         run.stop()
     run.stop()
