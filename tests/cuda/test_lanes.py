@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from native_threads import copy_threads
 
 from outofcore.errors import TransferError
 from outofcore.execution.cuda.staging import Posted, check_transfers, create_transfer
@@ -144,12 +144,11 @@ def test_count_wraps_around(disk: DiskHome) -> None:
 
 
 def test_closing_lane_finishes_posted_transfers(disk: DiskHome) -> None:
-    before, lane = threading.active_count(), Lane()
-    tasks = len(list(Path("/proc/self/task").iterdir()))
+    before, lane = copy_threads(), Lane()
+    (thread,) = copy_threads() - before
     memory = pages(64 * KIB).fill_(9)
     lane.post(pause(20_000))
     last = lane.post(transfer_to(disk, 0, memory, writes=True))
     lane.close()
     assert (last.done, last.failure) == (64 * KIB, 0)
-    assert len(list(Path("/proc/self/task").iterdir())) < tasks
-    assert threading.active_count() == before
+    assert thread not in copy_threads()

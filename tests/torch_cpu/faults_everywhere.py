@@ -47,8 +47,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
 import failing_model
+from native_threads import thread_names
 from system_call_faults import environment
 
 import outofcore
@@ -199,7 +201,7 @@ def open_resources(folder: Path) -> Resources:
         mapped += int(end, 16) - int(begin, 16)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
     return Resources(
-        len(list(Path("/proc/self/task").iterdir())),
+        len(thread_names()),
         sorted(name for name in descriptors if not name.startswith("/proc/")),
         sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
         children,
@@ -655,7 +657,7 @@ class Sweep:
             if name not in sys.modules:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
-        if len(list(Path("/proc/self/task").iterdir())) > 1:
+        if len(thread_names()) > 1:
             raise SystemExit("this process has threads, which the children of a fork would not have")
         self._rehearsals[home] = resources
         return resources

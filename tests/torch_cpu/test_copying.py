@@ -21,6 +21,7 @@ from failing_model import (
     smallest_budget,
     two_homes,
 )
+from native_threads import copy_threads
 
 import outofcore
 from outofcore.errors import SpillError, StateError, TransferError
@@ -44,11 +45,6 @@ def trainings(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> 
         yield both
 
 
-def count_copiers() -> int:
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return names.count("outofcore-copy")
-
-
 def only_home(step: Any) -> Any:
     (home,) = step.homes
     return home
@@ -61,14 +57,15 @@ def only_copies(step: Any) -> copying.Copies:
 
 
 def test_copy_threads_end_with_the_step(smallest: int, tmp_path: Path) -> None:
-    before = count_copiers()
+    before = copy_threads()
     with two_homes("offload-all", smallest, tmp_path) as (plain, ours):
         engine = ours[2]._session.engine
         (copies,) = engine._copies.values()
-        assert count_copiers() - before == len(copies.arrays[-1])  # type: ignore[arg-type]
+        threads = copy_threads() - before
+        assert len(threads) == len(copies.arrays[-1])  # type: ignore[arg-type]
         assert_training_continues(plain, ours)
         ours[2].close()
-        assert count_copiers() == before
+        assert not threads & copy_threads()
 
 
 def swap_spill_file(step: Any, path: str) -> Callable[[], None]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
+from native_threads import thread_names
 from sides import Side, act_on_both, batch, build_side, compile_side, is_same, values, visible_tensors
 from torch import nn
 
@@ -412,8 +413,7 @@ def test_unclosed_step_leaves_no_threads_or_open_files() -> None:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     def threads() -> int:
-        native = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-        names = [thread.name for thread in threading.enumerate()] + native
+        names = [*(thread.name for thread in threading.enumerate()), *thread_names().values()]
         return sum(name.startswith("outofcore-") for name in names)
 
     gc.collect()
