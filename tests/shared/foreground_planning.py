@@ -19,7 +19,8 @@ class ForegroundPlanner(BackgroundPlanner[Any]):
     done: tuple[Any, PlanResult] | None = None
 
     def start(self, subject: Any, job: PlanJob, niceness: int) -> bool:
-        self.done = subject, plan_job(job)
+        # Time of planning limits when the next plan may be made.
+        self.done = subject, replace(plan_job(job), processor_seconds=0.0)
         return True
 
     def poll(self) -> tuple[Any, PlanResult] | None:
