@@ -83,8 +83,8 @@ def main(
             for _ in range(3):
                 compiled(batch)
             session = compiled._session
-            (variants,) = session._variants._known.values()
-            snapshot = next(reversed(variants.values()))
+            (snapshots,) = session._captures._snapshots.values()
+            snapshot = next(reversed(snapshots.values()))
             compared, repeats, steps = list[float](), list[float](), list[float]()
             for _ in range(_ROUNDS):
                 begin = time.perf_counter()

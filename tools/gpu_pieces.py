@@ -25,10 +25,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from gpu_visit import MARK, ROOT
+
+if TYPE_CHECKING:
+    from following import TrainingResult
+
+    from outofcore.execution.cuda.driver import CudaArena, CudaDriver
+    from outofcore.runtime.homes import PinnedHome
 
 sys.path[1:1] = [str(ROOT / "tests" / "cuda"), str(ROOT / "tests" / "shared")]
 
@@ -150,7 +156,7 @@ def _touch(count: int) -> None:
 # Part 2: streams, arena and links
 
 
-def _driver() -> Any:
+def _driver() -> CudaDriver:
     import torch
 
     from outofcore.execution.cuda.driver import CudaDriver
@@ -159,7 +165,7 @@ def _driver() -> Any:
 
 
 @contextlib.contextmanager
-def _home_and_arena(driver: Any, count: int) -> Iterator[tuple[Any, Any]]:
+def _home_and_arena(driver: CudaDriver, count: int) -> Iterator[tuple[PinnedHome, CudaArena]]:
     from outofcore.execution.cuda.backend import CudaBackend
 
     home = CudaBackend(driver.device, driver).home(count)
@@ -180,7 +186,7 @@ def tape(small: bool) -> Measured:
 
     driver, count, piece = _driver(), 32, 256 * KIB
     with _home_and_arena(driver, 2 * count * piece) as (home, opened), driver.step(None):
-        device_view, into, out = opened.view(0, piece), driver.mark(), driver.mark()
+        device_view, into, out = opened.view(0, piece), driver.create_mark(), driver.create_mark()
         hosts = [home.tensor_of(number * piece, piece).fill_(number) for number in range(count)]
         backs = [home.tensor_of((count + number) * piece, piece).fill_(255) for number in range(count)]
         driver.record(Stream.COPY_OUT, out)
@@ -189,7 +195,7 @@ def tape(small: bool) -> Measured:
             actions += [WaitForMark(Stream.COPY_IN, out), DeviceCopy(Stream.COPY_IN, 0, device_view, hosts[number])]
             actions += [RecordMark(Stream.COPY_IN, into), WaitForMark(Stream.COPY_OUT, into)]
             actions += [DeviceCopy(Stream.COPY_OUT, 1, backs[number], device_view), RecordMark(Stream.COPY_OUT, out)]
-        play = driver.tape(actions)
+        play = driver.make_tape(actions)
         for _ in range(3):
             play()
             driver.synchronize()
@@ -268,7 +274,7 @@ def disk(small: bool) -> Measured:
             driver.synchronize()
             duration = time.monotonic() - begin
             rates[" and ".join(queue.name for queue in streams)] = count * len(streams) * 8 * MIB / duration
-    threads = 0 if driver._lanes is None else len(driver._lanes.of)
+    threads = 0 if driver._lanes is None else len(driver._lanes.by_stream)
     if not int(memory.min()) == int(memory.max()) == 7:
         raise WrongBitsError("bytes read from the disk differ from the bytes written")
     is_direct = home._file is not None and home._file.direct
@@ -289,7 +295,7 @@ def copies(small: bool) -> Measured:
     return {"rates": rates, "say": f"GB/s: {'; '.join(texts)}"}
 
 
-def _copy_rates(driver: Any, sizes: Sequence[int]) -> list[dict[str, float]]:
+def _copy_rates(driver: CudaDriver, sizes: Sequence[int]) -> list[dict[str, float]]:
     from outofcore.execution.cuda.interface import Stream
 
     rows: list[dict[str, float]] = []
@@ -305,7 +311,10 @@ def _copy_rates(driver: Any, sizes: Sequence[int]) -> list[dict[str, float]]:
                 streams = {
                     direction: Stream.COPY_OUT if direction == "out" else Stream.COPY_IN for direction in directions
                 }
-                marks = {direction: (driver.mark(timed=True), driver.mark(timed=True)) for direction in directions}
+                marks = {
+                    direction: (driver.create_mark(timed=True), driver.create_mark(timed=True))
+                    for direction in directions
+                }
                 count = max(4, min(64, 64 * MIB // size))
                 for direction in directions:
                     driver.record(streams[direction], marks[direction][0])
@@ -327,7 +336,7 @@ def issue_costs(small: bool) -> Measured:
     driver = _driver()
     microseconds: dict[str, float] = {}
     with _home_and_arena(driver, MIB) as (home, arena), driver.step(None):
-        host, device_view, mark = home.tensor_of(0, 64 * KIB), arena.view(0, 64 * KIB), driver.mark()
+        host, device_view, mark = home.tensor_of(0, 64 * KIB), arena.view(0, 64 * KIB), driver.create_mark()
         many = [
             DeviceCopy(Stream.COPY_IN, -1, device_view, host),
             RecordMark(Stream.COPY_IN, mark),
@@ -338,7 +347,7 @@ def issue_costs(small: bool) -> Measured:
             "copy": (lambda: driver.copy(Stream.COPY_IN, -1, device_view, host), 1),
             "record": (lambda: driver.record(Stream.COPY_IN, mark), 1),
             "wait": (lambda: driver.wait(Stream.COMPUTE, mark), 1),
-            "one of a tape of 30": (driver.tape(many * 10), 30),
+            "one of a tape of 30": (driver.make_tape(many * 10), 30),
         }
         for name, (action, parts) in actions.items():
             best = float("inf")
@@ -533,7 +542,7 @@ def _check_budget(reserved: int, budget: int) -> None:
 
 
 @functools.cache
-def _run_loop_plainly(name: str) -> tuple[Any, int]:
+def _run_loop_plainly(name: str) -> tuple[TrainingResult, int]:
     """Return plain PyTorch's results, and the loop's peak bytes without eviction."""
     from following import peak_of, train_loop
     from gpu_loops import LOOPS
@@ -566,7 +575,9 @@ def loop_bits(case: str, small: bool) -> Measured:
     if differs := ours.differs_from(plain):
         print_result(measurement=f"loop: {case}", **result, differs=differs)
         steps_read = [
-            number for number, pair in enumerate(zip(ours.read_values, plain.read, strict=False)) if pair[0] != pair[1]
+            number
+            for number, pair in enumerate(zip(ours.read_values, plain.read_values, strict=False))
+            if pair[0] != pair[1]
         ]
         raise WrongBitsError(
             f"bits differ from plain PyTorch's: {f'values read in steps {steps_read}' if steps_read else differs}"
