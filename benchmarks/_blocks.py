@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from outofcore.errors import InputError
+from outofcore.zoo.gpt import TransformerBlock
+from outofcore.zoo.vision import BasicBlock, Bottleneck
 
-# Blocks of the benchmarks' models, by class name or by the name of the list that contains them.
-_BLOCKS = frozenset({"BasicBlock", "BertLayer", "Block", "Bottleneck", "T5Block"})
+# Blocks of the benchmarks' models, by class, by class name, or by the name of the list that contains them.
+_BLOCKS = (BasicBlock, Bottleneck, TransformerBlock)
+_BLOCK_NAMES = frozenset({"BertLayer", "T5Block"})  # of transformers
 _LISTS_OF_BLOCKS = frozenset({"down", "merge"})
 # Selective checkpointing saves the results of matrix products and of fused attention, which are expensive to recompute.
 # PyTorch chooses among several attention kernels (cuDNN's on recent GPUs).
@@ -29,7 +32,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     blocks = [
         module
         for name, module in model.named_modules()
-        if type(module).__name__ in _BLOCKS or name.rpartition(".")[0] in _LISTS_OF_BLOCKS
+        if isinstance(module, _BLOCKS)
+        or type(module).__name__ in _BLOCK_NAMES
+        or name.rpartition(".")[0] in _LISTS_OF_BLOCKS
     ]
     if not blocks:
         raise InputError(
