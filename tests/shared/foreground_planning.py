@@ -19,7 +19,7 @@ class ForegroundPlanner(BackgroundPlanner[Any]):
     done: tuple[Any, PlanResult] | None = None
 
     def start(self, subject: Any, job: PlanJob, niceness: int) -> bool:
-        # Time of planning limits when the next plan may be made.
+        # After slow planning, a loop makes its next plan later. Tests must not depend on that.
         self.done = subject, replace(plan_job(job), processor_seconds=0.0)
         return True
 

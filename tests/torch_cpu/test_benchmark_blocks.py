@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def train(name: str, checkpoint: Any) -> list[torch.Tensor]:
+def train(name: str, checkpoint: Callable[[nn.Module], object]) -> list[torch.Tensor]:
     options, count = MODELS[name]
     torch.manual_seed(0)
     work = zoo.workload(name, **options)
