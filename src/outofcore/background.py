@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import IO, Generic, TypeVar
 
 from outofcore import planning
@@ -31,6 +31,8 @@ _log = logging.getLogger("outofcore")
 _CLEARLY = 0.01
 # An idle process ends after this time to free its memory (at least 44 MB).
 _IDLE_SECONDS = 20.0
+# More numbers of finished jobs than a socket ever has.
+_MAX_NUMBERS = 256
 
 _Subject = TypeVar("_Subject")
 
@@ -67,104 +69,130 @@ class PlanResult:
     processor_seconds: float = 0.0  # CPU time, including the start of the process for its first job
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Process:
+    handle: subprocess.Popen[bytes]
+    channel: socket.socket  # to the process
+    niceness: int
+
+
+@dataclass(frozen=True)
+class _RunningJob(Generic[_Subject]):
+    subject: _Subject
+    number: bytes  # one byte, which the process sends back once the result is in the file
+    result_file: IO[bytes]
+
+
 class BackgroundPlanner(Generic[_Subject]):
     """Runs planning jobs one at a time in a process that ends when it has been idle for a while."""
 
-    _subject: _Subject | None = None
-    _answer: IO[bytes] | None = field(default=None, repr=False)
-    _process: subprocess.Popen[bytes] | None = None
-    _channel: socket.socket | None = field(default=None, repr=False)  # to the process
-    _niceness: int = 0
+    def __init__(self) -> None:
+        # Signal handlers may raise anywhere. One assignment replaces each of these, so it is never half changed.
+        self._process: _Process | None = None
+        self._job: _RunningJob[_Subject] | None = None  # until its result is polled
+        self._job_count = 0
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is running, or its result has not been polled yet."""
-        return self._answer is not None
+        return self._job is not None
 
     def start(self, subject: _Subject, job: PlanJob, niceness: int) -> bool:
         """Start a planning job, which ``subject`` identifies in ``poll``; return False if it cannot be started."""
+        self._job_count += 1
+        number = bytes([self._job_count % 256])
         with contextlib.ExitStack() as opened:
             try:
-                answer_file = opened.enter_context(tempfile.TemporaryFile())
+                result_file = opened.enter_context(tempfile.TemporaryFile())
                 # A pipe would block this process until the other one reads.
                 with tempfile.TemporaryFile() as job_file:
                     pickle.dump(job, job_file)
                     job_file.seek(0)
-                    self._send(job_file, answer_file, niceness)
+                    self._send(number, job_file, result_file, niceness)
             except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
                 _log.warning("could not start the planning process: %s", error)
                 return False
-            self._subject, self._answer = subject, answer_file
             opened.pop_all()
+        self._job = _RunningJob(subject, number, result_file)
         return True
 
-    def _send(self, job_file: IO[bytes], answer_file: IO[bytes], niceness: int) -> None:
-        """Send a job to the planning process; start a new process if none with this niceness is running."""
-        if self._channel is not None and self._niceness == niceness:
+    def _send(self, number: bytes, job_file: IO[bytes], result_file: IO[bytes], niceness: int) -> None:
+        """Send a job to the planning process; start a process if there is no process with this niceness."""
+        if self._process is not None and self._process.niceness == niceness:
             with contextlib.suppress(ConnectionError):
-                _send_files(self._channel, job_file, answer_file)
+                with contextlib.suppress(BlockingIOError):
+                    self._process.channel.recv(_MAX_NUMBERS)  # of jobs that were polled
+                _send_files(self._process.channel, number, job_file, result_file)
                 return
         self.close()
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._channel, theirs = socket.socketpair()
-        self._channel.setblocking(False)
-        with theirs:
-            _send_files(self._channel, job_file, answer_file)
-            self._process = start_process(f"{__name__}:main", theirs, niceness=niceness, environment=one_thread)
-        self._niceness = niceness
+        with contextlib.ExitStack() as opened:
+            ours, theirs = map(opened.enter_context, socket.socketpair())
+            ours.setblocking(False)
+            _send_files(ours, number, job_file, result_file)
+            handle = start_process(f"{__name__}:main", theirs, niceness=niceness, environment=one_thread)
+            theirs.close()
+            opened.pop_all()
+        self._process = _Process(handle, ours, niceness)
 
     def poll(self) -> tuple[_Subject, PlanResult] | None:
         """Return the subject and result of a job that has ended since the last call; None if there is no such job."""
-        if self._process is None or self._channel is None or self._answer is None or self._subject is None:
+        process, job = self._process, self._job
+        if process is None or job is None or (is_done := _has_finished(process, job.number)) is None:
             return None
-        try:
-            is_done = bool(self._channel.recv(1))
-        except BlockingIOError:
-            if self._process.poll() is None:
-                return None
-            is_done = False
-        except ConnectionError:
-            is_done = False
-        subject, file = self._subject, self._answer
-        self._subject = self._answer = None
-        with file:
-            file.seek(0)
-            try:
-                answer = pickle.load(file) if is_done else None
-            except (pickle.UnpicklingError, EOFError):
-                answer = None
-        if not isinstance(answer, PlanResult):
+        result = None
+        if is_done:
+            job.result_file.seek(0)
+            with contextlib.suppress(pickle.UnpicklingError, EOFError):
+                result = pickle.load(job.result_file)
+        if not isinstance(result, PlanResult):
             if is_done:
-                self._process.kill()
-            status = self._process.wait()
+                process.handle.kill()
+            result = PlanResult(None, f"the planning process ended with status {process.handle.wait()}", 0.0)
             self.close()
-            answer = PlanResult(None, f"the planning process ended with status {status}", 0.0)
-        return subject, answer
+        self._job = None
+        job.result_file.close()
+        return job.subject, result
 
     def wait(self) -> None:
         """Wait until the current job, if any, has finished."""
-        if self._channel is not None and self.is_busy:
+        process, job = self._process, self._job
+        while process is not None and job is not None and _has_finished(process, job.number) is None:
             waiting = select.poll()
-            waiting.register(self._channel, select.POLLIN)
+            waiting.register(process.channel, select.POLLIN)
             waiting.poll()
 
     def close(self) -> None:
         """End the process and drop the current job."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        for opened in (self._channel, self._answer):
-            if opened is not None:
-                opened.close()
-        self._process = self._channel = self._answer = self._subject = None
+        process, job = self._process, self._job
+        self._job = self._process = None
+        if process is not None:
+            process.handle.kill()
+            process.channel.close()
+            process.handle.wait()
+        if job is not None:
+            job.result_file.close()
 
 
-def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
-    """Send open files to the process at the other end of a socket."""
-    numbers = array("i", [file.fileno() for file in files])
+def _has_finished(process: _Process, number: bytes) -> bool | None:
+    """Return True for a finished job, None for a running one, and False if the process ended before."""
+    try:
+        # Only look, so that an exception in the caller does not lose the number.
+        numbers = process.channel.recv(_MAX_NUMBERS, socket.MSG_PEEK)
+        if numbers and not numbers.endswith(number):  # of jobs that were lost
+            process.channel.recv(len(numbers))
+            return None
+    except BlockingIOError:
+        return None if process.handle.poll() is None else False
+    except ConnectionError:
+        return False
+    return bool(numbers)
+
+
+def _send_files(channel: socket.socket, number: bytes, *files: IO[bytes]) -> None:
+    descriptors = array("i", [file.fileno() for file in files])
     # Without SIGPIPE, which ends programs that do not handle it.
-    channel.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL)
+    channel.sendmsg([number], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)], socket.MSG_NOSIGNAL)
 
 
 def plan_job(job: PlanJob) -> PlanResult:
@@ -199,16 +227,16 @@ def serve_jobs(channel: socket.socket, idle_seconds: float) -> None:
     before = 0.0
     while True:
         try:
-            received, files, *_ = socket.recv_fds(channel, 1, 2)
+            number, files, *_ = socket.recv_fds(channel, 1, 2)
         except TimeoutError:
             # From here on sending fails; a job that is already in the socket is still read.
             channel.shutdown(socket.SHUT_RD)
             continue
-        if not received:
+        if not number:
             return
-        with os.fdopen(files[0], "rb") as job_file, os.fdopen(files[1], "wb") as answer_file:
-            answer = plan_job(pickle.load(job_file))
+        with os.fdopen(files[0], "rb") as job_file, os.fdopen(files[1], "wb") as result_file:
+            result = plan_job(pickle.load(job_file))
             now = time.process_time()
-            pickle.dump(replace(answer, processor_seconds=now - before), answer_file)
+            pickle.dump(replace(result, processor_seconds=now - before), result_file)
             before = now
-        channel.send(b"\0", socket.MSG_NOSIGNAL)
+        channel.send(number, socket.MSG_NOSIGNAL)

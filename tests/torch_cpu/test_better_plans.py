@@ -234,9 +234,9 @@ def test_planning_process_is_killed_when_the_step_closes(budget: int) -> None:
         train(compiled, 4)
         process = compiled._session.updates.background._process
         assert process is not None
-        os.kill(process.pid, signal.SIGSTOP)  # simulates a long search
+        os.kill(process.handle.pid, signal.SIGSTOP)  # simulates a long search
         train(compiled, 2)
-    assert process.returncode == -signal.SIGKILL
+    assert process.handle.returncode == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("always_replan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -10,15 +11,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
+from interrupting import interrupt_at
 from torch import Tensor, nn
 
 import outofcore
 from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, has_global_optimizer_hooks
 from outofcore.capture import capture_step
+from outofcore.follow import loop, space
 from outofcore.follow.native import is_any_loop_running
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.sources import Sources
@@ -234,6 +238,65 @@ def test_exception_in_a_native_callback_is_raised_or_printed(
         losses = [train_step(model), train_step(model)]
     assert next(calls) > call + 1
     assert_trained(model, losses)
+
+
+_METHODS = {"start", "_open_space", "pause", "resume", "stop", "end", "close"}
+
+
+def _starts_or_ends(code: CodeType) -> bool:
+    return code.co_filename in (loop.__file__, space.__file__) and code.co_name in _METHODS
+
+
+def _interrupt_rounds(run_round: Callable[[int], list[FrameType]]) -> set[str]:
+    """Interrupt rounds at the first, second, ... place until one is not interrupted; return the functions' names."""
+    names = set()
+    for number in itertools.count(1):
+        interrupted = run_round(number)
+        if not interrupted:
+            return names
+        names.add(interrupted.pop().f_code.co_name)
+    raise AssertionError
+
+
+def test_interrupted_start_or_end_leaves_no_loop_and_no_wrong_value() -> None:
+    def run_round(number: int) -> list[FrameType]:
+        model = make_model()
+        run = outofcore.budget(BUDGET, model)
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at(number, _starts_or_ends) as interrupted:
+            run.start()
+            next(model.parameters()).sum()
+            run.stop()
+        run.stop()
+        assert not is_any_loop_running()
+        assert run.stats.ops <= 1
+        with run:
+            losses = [train_step(model)]
+        assert_trained(model, losses)
+        return interrupted
+
+    assert _interrupt_rounds(run_round) == _METHODS - {"pause", "resume"}
+
+
+def test_paused_loop_continues_after_interrupts() -> None:
+    model = make_model()
+    run = outofcore.budget(BUDGET, model).start()
+    run.pause()
+
+    def run_round(number: int) -> list[FrameType]:
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at(number, _starts_or_ends) as interrupted:
+            run.resume()
+            run.pause()
+        run.resume()
+        before = run.stats.ops
+        next(model.parameters()).sum()
+        assert run.stats.ops > before
+        run.pause()
+        assert not is_any_loop_running()
+        return interrupted
+
+    assert _interrupt_rounds(run_round) == {"pause", "resume", "_open_space"}
+    run.stop()
+    assert_trained(model, [])
 
 
 def test_memory_of_a_lost_loop_is_freed_with_its_tensors() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pickle
+import signal
 import socket
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 
 import pytest
+from interrupting import interrupt_at
 from weights_in_sequence import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore import background
@@ -53,7 +59,7 @@ def test_dead_process_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned_by(planner: BackgroundPlanner[str], niceness: int) -> tuple[PlanResult, int]:
     assert planner.start("subject", JOB, niceness)
     assert planner._process is not None
-    pid = planner._process.pid
+    pid = planner._process.handle.pid
     planner.wait()
     result = planner.poll()
     assert result is not None
@@ -77,12 +83,87 @@ def test_planner_replaces_dead_process() -> None:
     planner: BackgroundPlanner[str] = BackgroundPlanner()
     _, dead_pid = planned_by(planner, 0)
     assert planner._process is not None
-    planner._process.kill()
-    planner._process.wait()
+    planner._process.handle.kill()
+    planner._process.handle.wait()
     answer, new_pid = planned_by(planner, 0)
     assert dead_pid != new_pid
     assert answer.planned is not None
     planner.close()
+
+
+class _ForkedProcess:
+    """A planning process that starts in a millisecond, because it is a fork."""
+
+    def __init__(self, _main: str, work: socket.socket, **_: object) -> None:
+        self._status: int | None = None
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                sys.settrace(None)
+                os.closerange(3, work.fileno())
+                os.closerange(work.fileno() + 1, 256)
+                background.serve_jobs(work, 1.0)
+            finally:
+                os._exit(0)
+
+    def kill(self) -> None:
+        if self._status is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self._status is None:
+            self._status = os.waitpid(self._pid, 0)[1]
+        return self._status
+
+    def poll(self) -> int | None:
+        if self._status is None and (ended := os.waitpid(self._pid, os.WNOHANG))[0]:
+            self._status = ended[1]
+        return self._status
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks by processes with threads
+def test_planner_works_after_an_interrupt_at_any_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "start_process", _ForkedProcess)
+    monkeypatch.setattr(background, "plan_job", lambda job: PlanResult(None, f"budget {job.budget}", 0.0))
+
+    def run(planner: BackgroundPlanner[int], budget: int, niceness: int) -> None:
+        assert planner.start(budget, replace(JOB, budget=budget), niceness)
+        planner.wait()
+        result = planner.poll()
+        assert result is not None
+        assert (result[0], result[1].reason) == (budget, f"budget {budget}")
+
+    def is_chosen(code: CodeType) -> bool:
+        return code.co_filename == background.__file__
+
+    before, number, planner, methods = _open_files(), 0, BackgroundPlanner[int](), set()
+    while True:
+        number += 1
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at(number, is_chosen) as interrupted:
+            for budget in (1, 2):
+                run(planner, budget, number % 2)
+            planner.close()
+        if not interrupted:
+            break
+        methods.add(interrupted[0].f_code.co_name)
+        interrupted.clear()
+        if planner.is_busy:
+            planner.wait()
+            result = planner.poll()
+            assert result is not None
+            assert result[0] in (1, 2)
+        for budget in (3, 4):
+            run(planner, budget, number % 2)
+        if number % 3:  # else the next round continues with this process
+            planner.close()
+            gc.collect()
+            assert _open_files() == before
+    assert {"start", "_send", "poll", "wait", "close", "_has_finished", "_send_files"} <= methods
 
 
 def test_serve_ends_without_jobs() -> None:
@@ -90,13 +171,13 @@ def test_serve_ends_without_jobs() -> None:
     with ours, theirs, tempfile.TemporaryFile() as job_file, tempfile.TemporaryFile() as answer:
         pickle.dump(JOB, job_file)
         job_file.seek(0)
-        background._send_files(ours, job_file, answer)
+        background._send_files(ours, b"\7", job_file, answer)
         background.serve_jobs(theirs, 0.01)
-        assert ours.recv(1)
+        assert ours.recv(1) == b"\7"
         answer.seek(0)
         assert pickle.load(answer).planned == plan_job(JOB).planned
         with pytest.raises(BrokenPipeError):
-            background._send_files(ours, job_file, answer)
+            background._send_files(ours, b"\7", job_file, answer)
 
 
 def test_unpicklable_policy_starts_no_process() -> None:

@@ -173,6 +173,7 @@ class Loop:
             is_planned = options.policy is not None
             space = Space(device, self._limit, options.check, options.excess, is_planned=is_planned)
             on_error.callback(space.close)
+            on_error.callback(self.end)
             device.add_homes(options.home, partial(space.call, "follow_add_home"))
             room = 0 if device.reserves_late else space.reserve(self._limit)
             try:
@@ -182,8 +183,6 @@ class Loop:
                 self._open_space(space)
             self._space, self._thread = space, threading.get_ident()
             started_loops[id(self)] = self
-            on_error.pop_all()
-            on_error.callback(self.end)
             self._undo.enter_context(patches)
             self._watch_calls()
             self._adopt_models()
@@ -222,8 +221,8 @@ class Loop:
 
     def end(self, *, keep_results: bool = True) -> None:
         """End the loop from any thread, and by default keep the data for ``stats`` and ``report``."""
-        with self._lock, contextlib.ExitStack() as cleanup:
-            space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
+        with self._lock:
+            space, cleanup = self._space, contextlib.ExitStack()
             if space is None:
                 return
             cleanup.callback(space.close)
@@ -232,7 +231,9 @@ class Loop:
                 cleanup.callback(self._store_results, space)
             if not self._paused and threading.get_ident() == self._thread:
                 cleanup.callback(space.library.follow_thread, 0)
-            cleanup.enter_context(undo)
+            cleanup.callback(self._undo.close)
+            # If a signal handler raises before this line, the loop continues; if later, the rest is still cleaned up.
+            cleanup.close()
 
     def pause(self) -> None:
         """Suspend the loop until ``resume``. Tensors stay where they are; ops outside of the loop can read them."""
@@ -245,7 +246,8 @@ class Loop:
     def resume(self) -> None:
         """Continue a paused loop in the calling thread; raises ``StateError`` if another loop is running."""
         with self._lock:
-            if self._space is not None and self._paused:
+            if self._space is not None:
+                self.pause()  # completes a pause() in which a signal handler raised
                 self._paused, self._thread = False, threading.get_ident()  # first, so that pause() works after an error
                 self._open_space(self._space)
                 self._space.library.follow_thread(1)

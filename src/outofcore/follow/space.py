@@ -47,7 +47,9 @@ class Space:
         self.library_bytes = 0  # bytes of the budget that libraries keep, set by reserve()
         index, check_code = device.device.index or 0, _CHECK_CODES[check]
         # ctypes passes this pointer as the argument.
-        self._as_parameter_ = call(self.library, "follow_new", limit, index, check_code, int(is_planned), excess)
+        self._as_parameter_: int | None = call(
+            self.library, "follow_new", limit, index, check_code, int(is_planned), excess
+        )
 
     def call(self, function: str, *arguments: object) -> int:
         return call(self.library, function, self, *arguments)
@@ -67,7 +69,10 @@ class Space:
         return text.decode().splitlines()
 
     def close(self) -> None:
-        self.library.follow_close(self)
+        # A second call has no effect, even if a signal handler raised in the first.
+        pointer, self._as_parameter_ = self._as_parameter_, None
+        if pointer is not None:
+            self.library.follow_close(pointer)
 
     def reserve(self, budget: int) -> int:
         """Reserve the arena; return the bytes left for tensors. Raises ``BudgetError`` or ``ArenaError``."""
