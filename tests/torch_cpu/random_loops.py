@@ -1,9 +1,15 @@
-"""Compare random eager loops with plain PyTorch: branches, sizes, views, in-place ops, frees, errors, addresses."""
+"""Compare random eager loops with plain PyTorch: branches, sizes, views, in-place ops, frees, errors, addresses.
+
+Seeds from FIRST to LAST - 1, each for a number of steps:
+
+    python tests/torch_cpu/random_loops.py FIRST LAST [STEPS]
+"""
 
 from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -274,3 +280,11 @@ def compare(seed: int, steps: int) -> None:
         assert actual.equal(expected), f"tensor {number} differs"
     assert stats.evictions > 50
     assert stats.peak_bytes <= 5 << 20
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    first, last, *more = map(int, sys.argv[1:])
+    for number in range(first, last):
+        compare(number, *(more or [1000]))
+        print(f"seed {number}: the same", flush=True)
