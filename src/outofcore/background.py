@@ -87,7 +87,7 @@ class BackgroundPlanner(Generic[_Subject]):
     """Runs planning jobs one at a time in a process that ends when it has been idle for a while."""
 
     def __init__(self) -> None:
-        # Signal handlers may raise anywhere. One assignment replaces each of these, so it is never half changed.
+        # A signal handler may raise anywhere. One assignment replaces each of these, so that none is ever half changed.
         self._process: _Process | None = None
         self._job: _RunningJob[_Subject] | None = None  # until its result is polled
         self._job_count = 0
@@ -121,7 +121,7 @@ class BackgroundPlanner(Generic[_Subject]):
         if self._process is not None and self._process.niceness == niceness:
             with contextlib.suppress(ConnectionError):
                 with contextlib.suppress(BlockingIOError):
-                    self._process.channel.recv(_MAX_NUMBERS)  # of jobs that were polled
+                    self._process.channel.recv(_MAX_NUMBERS)  # the numbers of earlier jobs
                 _send_files(self._process.channel, number, job_file, result_file)
                 return
         self.close()
@@ -177,10 +177,10 @@ class BackgroundPlanner(Generic[_Subject]):
 def _has_finished(process: _Process, number: bytes) -> bool | None:
     """Return True for a finished job, None for a running one, and False if the process ended before."""
     try:
-        # Only look, so that an exception in the caller does not lose the number.
+        # The number stays in the socket, so that the caller can ask again after an exception.
         numbers = process.channel.recv(_MAX_NUMBERS, socket.MSG_PEEK)
-        if numbers and not numbers.endswith(number):  # of jobs that were lost
-            process.channel.recv(len(numbers))
+        if numbers and not numbers.endswith(number):
+            process.channel.recv(len(numbers))  # of earlier jobs
             return None
     except BlockingIOError:
         return None if process.handle.poll() is None else False
