@@ -31,7 +31,7 @@ _log = logging.getLogger("outofcore")
 _CLEARLY = 0.01
 # An idle process ends after this time to free its memory (at least 44 MB).
 _IDLE_SECONDS = 20.0
-# More numbers of finished jobs than a socket ever has.
+# Limit on the numbers of finished jobs that are read from the socket at once.
 _MAX_NUMBERS = 256
 
 _Subject = TypeVar("_Subject")
@@ -120,8 +120,6 @@ class BackgroundPlanner(Generic[_Subject]):
         """Send a job to the planning process; start a process if there is no process with this niceness."""
         if self._process is not None and self._process.niceness == niceness:
             with contextlib.suppress(ConnectionError):
-                with contextlib.suppress(BlockingIOError):
-                    self._process.channel.recv(_MAX_NUMBERS)  # the numbers of earlier jobs
                 _send_files(self._process.channel, number, job_file, result_file)
                 return
         self.close()

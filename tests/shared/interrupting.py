@@ -1,18 +1,37 @@
-"""Raise an exception where CPython runs signal handlers, at a chosen one of these places."""
+"""Interrupt code at each place where CPython runs signal handlers."""
 
 from __future__ import annotations
 
 import contextlib
 import dis
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 
+def interrupt_everywhere(
+    run: Callable[[], object], check: Callable[[], object], is_chosen: Callable[[CodeType], bool]
+) -> set[str]:
+    """Call ``run``, interrupted at its first, second, ... place in chosen code, and ``check`` after each interrupt.
+
+    Ends with the first call that is not interrupted. Returns the names of the interrupted functions.
+    """
+    names: set[str] = set()
+    for number in itertools.count(1):
+        with contextlib.suppress(KeyboardInterrupt), _interrupt_at(number, is_chosen) as interrupted:
+            run()
+        if not interrupted:
+            break
+        names.add(interrupted.pop().f_code.co_name)
+        check()
+    return names
+
+
 @contextlib.contextmanager
-def interrupt_at(number: int, is_chosen: Callable[[CodeType], bool]) -> Iterator[list[FrameType]]:
+def _interrupt_at(number: int, is_chosen: Callable[[CodeType], bool]) -> Iterator[list[FrameType]]:
     """Raise ``KeyboardInterrupt`` at the ``number``-th place for signal handlers that this thread meets in chosen code.
 
     Yields a list to which the interrupted frame is added.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -11,12 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
 import torch
-from interrupting import interrupt_at
+from interrupting import interrupt_everywhere
 from torch import Tensor, nn
 
 import outofcore
@@ -247,34 +246,27 @@ def _starts_or_ends(code: CodeType) -> bool:
     return code.co_filename in (loop.__file__, space.__file__) and code.co_name in _METHODS
 
 
-def _interrupt_rounds(run_round: Callable[[int], list[FrameType]]) -> set[str]:
-    """Interrupt rounds at the first, second, ... place until one is not interrupted; return the functions' names."""
-    names = set()
-    for number in itertools.count(1):
-        interrupted = run_round(number)
-        if not interrupted:
-            return names
-        names.add(interrupted.pop().f_code.co_name)
-    raise AssertionError
-
-
 def test_interrupted_start_or_end_leaves_no_loop_and_no_wrong_value() -> None:
-    def run_round(number: int) -> list[FrameType]:
-        model = make_model()
-        run = outofcore.budget(BUDGET, model)
-        with contextlib.suppress(KeyboardInterrupt), interrupt_at(number, _starts_or_ends) as interrupted:
-            run.start()
-            next(model.parameters()).sum()
-            run.stop()
+    model = make_model()
+    run = outofcore.budget(BUDGET, model)
+
+    def start_and_stop() -> None:
+        run.start()
+        next(model.parameters()).sum()
+        run.stop()
+
+    def check() -> None:
+        nonlocal model, run
         run.stop()
         assert not is_any_loop_running()
         assert run.stats.ops <= 1
         with run:
             losses = [train_step(model)]
         assert_trained(model, losses)
-        return interrupted
+        model = make_model()
+        run = outofcore.budget(BUDGET, model)
 
-    assert _interrupt_rounds(run_round) == _METHODS - {"pause", "resume"}
+    assert interrupt_everywhere(start_and_stop, check, _starts_or_ends) == _METHODS - {"pause", "resume"}
 
 
 def test_paused_loop_continues_after_interrupts() -> None:
@@ -282,19 +274,19 @@ def test_paused_loop_continues_after_interrupts() -> None:
     run = outofcore.budget(BUDGET, model).start()
     run.pause()
 
-    def run_round(number: int) -> list[FrameType]:
-        with contextlib.suppress(KeyboardInterrupt), interrupt_at(number, _starts_or_ends) as interrupted:
-            run.resume()
-            run.pause()
+    def resume_and_pause() -> None:
+        run.resume()
+        run.pause()
+
+    def check() -> None:
         run.resume()
         before = run.stats.ops
         next(model.parameters()).sum()
         assert run.stats.ops > before
         run.pause()
         assert not is_any_loop_running()
-        return interrupted
 
-    assert _interrupt_rounds(run_round) == {"pause", "resume", "_open_space"}
+    assert interrupt_everywhere(resume_and_pause, check, _starts_or_ends) == {"pause", "resume", "_open_space"}
     run.stop()
     assert_trained(model, [])
 

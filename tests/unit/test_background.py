@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pickle
@@ -12,10 +11,9 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 
 import pytest
-from interrupting import interrupt_at
+from interrupting import interrupt_everywhere
 from weights_in_sequence import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore import background
@@ -131,39 +129,35 @@ def test_planner_works_after_an_interrupt_at_any_place(monkeypatch: pytest.Monke
     monkeypatch.setattr(background, "start_process", _ForkedProcess)
     monkeypatch.setattr(background, "plan_job", lambda job: PlanResult(None, f"budget {job.budget}", 0.0))
 
-    def run(planner: BackgroundPlanner[int], budget: int, niceness: int) -> None:
+    planner: BackgroundPlanner[int] = BackgroundPlanner()
+
+    def plan(budget: int, niceness: int) -> None:
         assert planner.start(budget, replace(JOB, budget=budget), niceness)
         planner.wait()
         result = planner.poll()
         assert result is not None
         assert (result[0], result[1].reason) == (budget, f"budget {budget}")
 
-    def is_chosen(code: CodeType) -> bool:
-        return code.co_filename == background.__file__
+    def plan_twice() -> None:
+        plan(1, 0)  # starts a process, since the last one has another niceness
+        plan(2, 0)
 
-    before, number, planner, methods = _open_files(), 0, BackgroundPlanner[int](), set()
-    while True:
-        number += 1
-        with contextlib.suppress(KeyboardInterrupt), interrupt_at(number, is_chosen) as interrupted:
-            for budget in (1, 2):
-                run(planner, budget, number % 2)
-            planner.close()
-        if not interrupted:
-            break
-        methods.add(interrupted[0].f_code.co_name)
-        interrupted.clear()
+    def check() -> None:
         if planner.is_busy:
             planner.wait()
             result = planner.poll()
             assert result is not None
             assert result[0] in (1, 2)
-        for budget in (3, 4):
-            run(planner, budget, number % 2)
-        if number % 3:  # else the next round continues with this process
-            planner.close()
-            gc.collect()
-            assert _open_files() == before
-    assert {"start", "_send", "poll", "wait", "close", "_has_finished", "_send_files"} <= methods
+        plan(3, 0)
+        plan(4, 1)
+        gc.collect()
+        assert _open_files() == before
+
+    plan(4, 1)
+    before = _open_files()
+    names = interrupt_everywhere(plan_twice, check, lambda code: code.co_filename == background.__file__)
+    assert {"start", "_send", "poll", "wait", "close", "_has_finished", "_send_files"} <= names
+    planner.close()
 
 
 def test_serve_ends_without_jobs() -> None:
