@@ -358,10 +358,26 @@ MUTANTS = (
     Mutant(
         "readers-between-loops-are-not-seen",
         "runtime/csrc/follow/paging.cpp",
-        "if (living_spaces.load(std::memory_order_relaxed) == 0 || is_opener()) return 0;",
-        "if (no_loop_is_open() || is_opener()) return 0;",
+        "if (!loops_own_tensors() || is_only_mover()) return 0;",
+        "if (no_loop_is_open() || is_only_mover()) return 0;",
         "A new loop takes over storages that another thread is saving.",
         ("tests/torch_cpu/test_follow_threads.py",),
+    ),
+    Mutant(
+        "ops-between-loops-are-not-seen",
+        "runtime/csrc/follow/thread_roles.h",
+        "const bool is_needed = !no_loop_is_open() || (has_other_threads && loops_own_tensors());",
+        "const bool is_needed = !no_loop_is_open();",
+        "A new loop takes over storages that an op of another thread uses.",
+        ("tests/torch_cpu/test_follow_threads.py",),
+    ),
+    Mutant(
+        "collectives-between-loops-are-not-seen",
+        "runtime/csrc/follow/ops.h",
+        "  if (loops_own_tensors())\n    operands.assign(",
+        "  if (!no_loop_is_open())\n    operands.assign(",
+        "A new loop takes over storages that a collective uses.",
+        ("tests/torch_cpu/test_follow_together.py",),
     ),
     Mutant(
         "works-are-not-waited-for",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
@@ -81,6 +82,24 @@ def collective_on_tensor_at_home(rank: int) -> None:
         assert rows[1].eq(rank + 5).all()
 
 
+def collective_between_loops(rank: int) -> None:
+    """Check that a tensor of an ended loop does not move to the next loop while a collective uses it."""
+    first, second = nn.Module(), nn.Module()
+    summed = torch.full((100_000,), float(rank))
+    second.register_buffer("summed", summed)
+    first.register_buffer("summed", summed)
+    first.register_buffer("other", torch.zeros(100_000))  # keeps the addresses of the first loop valid
+    with outofcore.budget(4 << 20, first, home="host", policy=None):
+        pass
+    if rank == 1:
+        time.sleep(0.5)  # meanwhile the other rank opens the next loop
+    work = dist.all_reduce(summed, async_op=True)
+    with outofcore.budget(4 << 20, second, home="host", policy=None):
+        assert work is not None
+        work.wait()
+        assert summed.eq(1).all()
+
+
 def main() -> None:
     view, rank, store = sys.argv[1] == "1", int(sys.argv[2]), sys.argv[4]
     torch.set_num_threads(1)
@@ -102,6 +121,7 @@ def main() -> None:
             assert same, f"rank {rank}, {budget} bytes: value {number} differs"
     request_during_collective(rank)
     collective_on_tensor_at_home(rank)
+    collective_between_loops(rank)
     dist.destroy_process_group()
     print("same")
 

@@ -6,7 +6,7 @@ import io
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,73 @@ def test_new_loop_does_not_move_a_tensor_during_its_save() -> None:
     assert torch.load(io.BytesIO(file.getvalue())).equal(torch.arange(40000.0))
 
 
+class Waiting(torch.autograd.Function):
+    """Doubles a tensor; the backward pass also calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        doubled = gradients[0] * 2
+        ctx.call()
+        return doubled, None
+
+
+def wait_after_op(wait: Callable[[], None]) -> None:
+    torch.ones(8) * 2
+    wait()
+
+
+def wait_in_backward(wait: Callable[[], None]) -> None:
+    Waiting.apply(torch.ones(8, requires_grad=True), wait).sum().backward()
+
+
+@torch.inference_mode()
+def wait_in_inference_mode(wait: Callable[[], None]) -> None:
+    wait_after_op(wait)
+
+
+@pytest.mark.parametrize("sums_in_opener", [False, True])
+@pytest.mark.parametrize("work", [wait_after_op, wait_in_backward, wait_in_inference_mode])
+@pytest.mark.usefixtures("one_thread")
+def test_tensor_does_not_move_while_another_thread_opens_a_loop(
+    work: Callable[[Callable[[], None]], None], sums_in_opener: bool
+) -> None:
+    """An op of one thread reads a tensor of an ended loop while another thread opens the next loop with it."""
+    has_run, first_ended, sums_now = threading.Event(), threading.Event(), threading.Event()
+    first, second, sums = nn.Module(), nn.Module(), []
+    x = torch.ones(40000)
+    second.register_buffer("x", x)
+    first.register_buffer("x", x)
+    first.register_buffer("y", torch.ones(40000))  # keeps the addresses of the first loop valid
+
+    def wait() -> None:
+        has_run.set()
+        assert first_ended.wait(60)
+
+    def sum_slowly() -> None:
+        sums_now.set()
+        sums.append(x.expand(20000, -1).sum(0))
+
+    def open_second() -> None:
+        assert sums_now.wait(60)
+        with outofcore.budget("4MiB", second, home="host", policy=None):
+            pass
+
+    in_thread, in_opener = (open_second, sum_slowly) if sums_in_opener else (sum_slowly, open_second)
+    thread = threading.Thread(target=lambda: (work(wait), in_thread()))
+    with outofcore.budget("4MiB", first, home="host", policy=None):
+        thread.start()
+        assert has_run.wait(60)
+    first_ended.set()
+    in_opener()
+    thread.join()
+    assert sums[0].equal(torch.full((40000,), 20000.0))
+
+
 def make_model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(200, 200)
     model(torch.ones(200)).sum().backward()
@@ -163,6 +230,33 @@ def test_optimizer_of_another_thread_is_not_adopted() -> None:
     assert not any("parameter" in name for name in names)
     assert [len(list(tensors_of(module))) for module in (model, other_model)] == [4, 2]
     assert load_paging().follow_where(storage_address(other_model.get_parameter("weight").untyped_storage())) == 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_new_loop_does_not_move_gradients_of_another_training_thread() -> None:
+    """The thread has stepped its optimizer between two loops, and may step again at any time."""
+    (model, optimizer), (other_model, other_optimizer) = make_model_and_optimizer(), make_model_and_optimizer()
+    first_ended, stepped, may_end = (threading.Event() for _ in range(3))
+
+    def step() -> None:
+        assert first_ended.wait(60)
+        other_optimizer.step()
+        stepped.set()
+        assert may_end.wait(60)
+
+    thread = threading.Thread(target=step)
+    with outofcore.budget("4MiB", model, home="host", policy=None):
+        thread.start()
+    first_ended.set()
+    assert stepped.wait(60)
+    optimizer.step()
+    with outofcore.budget("4MiB", [model, other_model], home="host", policy=None):
+        gradients = [module.get_parameter("weight").grad for module in (model, other_model)]
+        addresses = [storage_address(gradient.untyped_storage()) for gradient in gradients if gradient is not None]
+        places = [load_paging().follow_where(address) for address in addresses]
+    may_end.set()
+    thread.join()
+    assert places == [2, 0]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -368,9 +368,15 @@ class Twin(Role):
         self.optimizer = make_optimizer(self.model, draw)
         # A model that a thread trains while the first context opens must not be given.
         self.is_passed = self.starts >= 0 and draw.random() < 0.5
+        self.has_stepped = threading.Event()
 
     def models(self) -> list[nn.Module]:
         return [self.model] if self.is_passed else []
+
+    def start(self) -> None:
+        super().start()
+        if self.is_passed:  # a later context may be given it only if the thread trains in an earlier one
+            self.has_stepped.wait()
 
     def work(self) -> None:
         for _ in range(self.plan.steps * 2):
@@ -380,6 +386,7 @@ class Twin(Role):
                 loss.backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+            self.has_stepped.set()
             self.seen.append(loss.item())
         self.kept = [p.detach() for p in self.model.parameters()]
 

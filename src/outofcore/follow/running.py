@@ -25,7 +25,7 @@ from outofcore.capture.engine_calls import wrap_engine_calls
 from outofcore.follow.addresses import AddressWatch
 from outofcore.follow.native import DISPATCH_KEY, call, loaded_libraries, loaded_library
 from outofcore.follow.sources import Sources
-from outofcore.follow.user_tensors import list_alive
+from outofcore.follow.user_tensors import list_alive, untracked_optimizers
 
 if TYPE_CHECKING:
     from outofcore.follow.loop import Loop
@@ -82,8 +82,14 @@ def _after_backward(complete: bool) -> None:
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for loop in () if torch.compiler.is_compiling() else running_loops():
+    if torch.compiler.is_compiling():
+        return
+    loops = running_loops()
+    for loop in loops:
         loop.before_optimizer_step(optimizer)
+    # The next loop must not read gradients that this thread may set to None.
+    if not loops and not any(library.follow_is_opener() for library in loaded_libraries()):
+        untracked_optimizers[id(optimizer)] = optimizer
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -249,7 +249,7 @@ void end_copies(Space& space, bool waited = false) {
 // Replaces a fetched block's window by its arena address. Returns false, and evicts the block, if it is used elsewhere
 // or if unobserved code may have written to the window since the copy. The storage must be alive.
 bool show_fetched(Space& space, Block& block) {
-  if (block.is_immovable || is_used_elsewhere(block) || !is_owned(block) ||
+  if (block.is_immovable || is_used_elsewhere(block) || !is_owned(block) || block.version != block.copied_version ||
       has_array(*block.storage->_unsafe_get_target()) || space.device.was_touched(space.homes, block.slot)) {
     unplace(space, block);
     return false;

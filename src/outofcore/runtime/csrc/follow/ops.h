@@ -11,7 +11,7 @@ namespace {
 // The kernel of all collectives. A collective holds its tensors until it is complete, after its op has returned.
 void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   std::vector<c10::IValue> operands;
-  if (!no_loop_is_open())
+  if (loops_own_tensors())
     operands.assign(stack->end() - static_cast<int64_t>(op.schema().arguments().size()), stack->end());
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kCollectives), stack);
   if (operands.empty()) return;
@@ -28,6 +28,7 @@ void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
         Block* block = find_or_enroll(storage);
         block == nullptr ? fresh.plain.push_back(&storage) : fresh.blocks.push_back(block);
       });
+    end_works();  // between loops no op of a loop does it
     pending.push_back(fresh);
     for (Block* block : fresh.blocks) ++block->works;
     for (const StorageImpl* storage : fresh.plain) ++used_by_others[storage];
@@ -381,15 +382,15 @@ void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::Di
   op.redispatchBoxed(below, stack);
 }
 
-// The first op of another thread, which skips the fallback: no block is moved until it has ended.
-struct FirstOp final : at::ObserverContext {
-  FirstOp() {
+// An op that skips the fallback, such as the first one of another thread: no block is moved until it has ended.
+struct UnpinnedOp final : at::ObserverContext {
+  UnpinnedOp() {
     const Guard guard;
     ++unpinned_ops;
     ++own_unpinned_ops;
     ++other_ops_running;
   }
-  ~FirstOp() override {
+  ~UnpinnedOp() override {
     const Guard guard;
     --unpinned_ops;
     --own_unpinned_ops;
@@ -400,17 +401,25 @@ struct FirstOp final : at::ObserverContext {
 };
 // Detects other threads. The fallback sees their next ops.
 std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& function) {
-  if (no_loop_is_open() || c10::impl::tls_is_dispatch_key_included(kKey) ||
+  if (!observer_is_enabled || c10::impl::tls_is_dispatch_key_included(kKey) ||
       c10::impl::tls_is_dispatch_key_excluded(kKey))
     return nullptr;
   // The loop's thread while paused, or a worker inside an op.
-  if (is_opener() || at::in_parallel_region()) return nullptr;
-  outside_loop = true;
-  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  if (is_only_mover() || at::in_parallel_region()) return nullptr;
+  // Between loops a new thread may be autograd's.
+  if (no_loop_is_open() && !outside_loop && loop_number == 0) return nullptr;
+  if (!is_opener()) {
+    outside_loop = true;
+    c10::impl::tls_set_dispatch_key_included(kKey, true);
+    if (!has_other_threads.exchange(true)) {
+      const Guard guard;
+      update_observer();
+    }
+  }
   const auto name = function.operator_name();
   const auto op = name ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
   if (op && operator_of(*op).kind != Kind::kAtom) return nullptr;  // accesses no memory, or only by observed ops
-  return std::make_unique<FirstOp>();
+  return std::make_unique<UnpinnedOp>();
 }
 bool may_pass(const Operator& about, const torch::jit::Stack& stack) {
   if (about.creates_large || (about.kind != Kind::kAtom && about.kind != Kind::kShape)) return false;

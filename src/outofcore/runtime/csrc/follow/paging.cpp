@@ -33,6 +33,7 @@ void after_fork_in_child() {
   current = nullptr;
   space_to_end = nullptr;
   open_spaces = 0;
+  observer_is_enabled = has_other_threads = false;
   if (depth == 0) ops_in_space = 0;
   other_ops_running = unpinned_ops = follow::waiting = 0;
   new (&pending) std::vector<Pending>;
@@ -101,7 +102,8 @@ void close(Space& space) {
   wait_for_copies(space);
   space.open = false;
   forget_idle(space);
-  if (std::exchange(space.observes_threads, false) && --open_spaces == 0) at::disableCallback(*observer_handle);
+  open_spaces -= std::exchange(space.observes_threads, false);
+  update_observer();
   if (current == nullptr) uninstall();
   if (space.block_count == 0) forget_space(&space);
 }
@@ -292,7 +294,8 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
         follow::register_unboxed(*op, kWhy, registrations);
     }
     observer_handle = at::addGlobalCallback(at::RecordFunctionCallback(&on_op).scopes({at::RecordScope::FUNCTION}));
-    at::disableCallback(*observer_handle);  // until a loop is open
+    at::disableCallback(*observer_handle);
+    update_observer();
     static const int once = pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
     static_cast<void>(once);
     return 0;
@@ -302,7 +305,8 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
 EXPORT void follow_unload() noexcept {
   run_guarded([&] {
     registrations.clear();
-    at::removeCallback(*observer_handle);
+    at::removeCallback(*std::exchange(observer_handle, std::nullopt));
+    observer_is_enabled = false;
   });
 }
 
@@ -374,7 +378,8 @@ EXPORT int64_t follow_open(Space* space, int shared) noexcept {
     if (!space->observes_threads) space->small_before = small_bytes;
     current = space;
     ++loops_opened;
-    if (!std::exchange(space->observes_threads, true) && ++open_spaces == 1) at::reenableCallback(*observer_handle);
+    open_spaces += !std::exchange(space->observes_threads, true);
+    update_observer();
   });
 }
 // Reserves the arena of an open space. Returns 1, or 0 if the device lacks the memory. Of the budget, `arena` bytes
@@ -586,7 +591,7 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
 // The thread reads a storage without an op until `follow_unhold`. Returns 0 if no other thread may move it.
 EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
   return run_guarded([&]() -> int64_t {
-    if (living_spaces.load(std::memory_order_relaxed) == 0 || is_opener()) return 0;
+    if (!loops_own_tensors() || is_only_mover()) return 0;
     const Guard guard;
     Block* block = find_or_enroll(*storage);
     if (block == nullptr) {

@@ -499,6 +499,7 @@ void evict_everything(Space& space) {
 
 void forget_space(Space* space) {
   living_spaces -= static_cast<int>(spaces.erase(space));
+  update_observer();
   for (auto& [pointer, piece] : outside)
     if (piece.space == space) piece.space = nullptr;
   // A forked child cannot use the GPU to free memory there.

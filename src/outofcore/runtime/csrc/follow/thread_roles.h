@@ -1,7 +1,8 @@
 // Thread roles. The thread that opened the loop, and autograd threads that work for it, allocate in the arena and move
 // blocks. Ops of other threads are observed from their first op on (`on_op`): they pin their operands, never wait for
 // copies or room, and get memory from the stock allocator. An evicted block pinned by another thread is used through
-// its window by all threads. Collectives hold their tensors until complete. Copy threads move bytes only.
+// its window by all threads. Collectives hold their tensors until complete. Copy threads move bytes only. Between two
+// loops these rules remain, because the next loop may adopt tensors that other threads use.
 
 #pragma once
 
@@ -48,7 +49,10 @@ bool is_opener() { return loop_number != 0 && loop_number == loops_opened.load()
 bool no_loop_is_open() { return open_spaces.load(std::memory_order_relaxed) == 0; }
 // Spaces that own tensors. While there are any, other threads pin their operands: a new loop may adopt these tensors.
 std::atomic<int> living_spaces{0};
-bool must_pin_as_other() { return is_other_thread() && living_spaces.load(std::memory_order_relaxed) > 0; }
+bool loops_own_tensors() { return living_spaces.load(std::memory_order_relaxed) > 0; }
+bool must_pin_as_other() { return is_other_thread() && loops_own_tensors(); }
+// Whether no other thread moves tensors. Between loops another one may open the next loop.
+bool is_only_mover() { return is_opener() && !no_loop_is_open(); }
 // Whether PyTorch may skip observers on this thread, which has opened a loop. Calling `on_op` would add a quarter to
 // the cost of tracking an op, and it only has to detect other threads.
 thread_local bool may_disable_observers = false;
@@ -73,6 +77,16 @@ void leave_thread() {
 }
 
 std::optional<at::CallbackHandle> observer_handle;  // of `on_op`
+std::atomic<bool> observer_is_enabled{false};
+std::atomic<bool> has_other_threads{false};  // `on_op` has detected one
+// Observes ops between loops only if there are other threads, because that costs time. A thread may lose the key
+// between loops, for example at the end of a backward pass or of an inference mode.
+void update_observer() {
+  if (!observer_handle) return;
+  const bool is_needed = !no_loop_is_open() || (has_other_threads && loops_own_tensors());
+  if (observer_is_enabled.exchange(is_needed) != is_needed)
+    is_needed ? at::reenableCallback(*observer_handle) : at::disableCallback(*observer_handle);
+}
 
 // Ops that use a space, on all threads. A space cannot end during one; if requested, the last op ends it.
 std::atomic<int> ops_in_space{0};
