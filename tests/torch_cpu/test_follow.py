@@ -439,6 +439,29 @@ def test_lazy_modules_are_initialized_in_a_loop(run: outofcore.Loop) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def start_in_inference_mode(run: outofcore.Loop) -> None:
+    with torch.inference_mode():
+        run.start()
+
+
+def start_in_backward_pass(run: outofcore.Loop) -> None:
+    x = torch.ones(8, requires_grad=True)
+    x.register_hook(lambda _: run.start() and None)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize("start", [start_in_inference_mode, start_in_backward_pass])
+def test_loop_outlives_the_mode_in_which_it_was_started(start: Callable[[outofcore.Loop], None]) -> None:
+    run = outofcore.budget(4 * MIB, home="host", policy=None)
+    start(run)
+    x = torch.ones(8)
+    kept = [x.expand(40000, -1) * number for number in range(8)]
+    run.stop()
+    assert run.stats.peak_bytes <= 4 * MIB
+    assert run.stats.evictions > 0
+    assert [tensor.sum().item() for tensor in kept] == [320000.0 * number for number in range(8)]
+
+
 def test_tensors_outlive_the_loop() -> None:
     with outofcore.budget(4 * MIB) as run:
         tensors = [torch.full((MIB // 4,), float(i)) for i in range(12)]  # three times the budget

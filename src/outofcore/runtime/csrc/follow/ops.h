@@ -399,11 +399,15 @@ struct UnpinnedOp final : at::ObserverContext {
     notify_change();
   }
 };
-// Detects other threads. The fallback sees their next ops.
+// Detects other threads, and the end of a mode in which the loop was opened. The fallback sees their next ops.
 std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& function) {
   if (!observer_is_enabled || c10::impl::tls_is_dispatch_key_included(kKey) ||
       c10::impl::tls_is_dispatch_key_excluded(kKey))
     return nullptr;
+  if (is_opener() && current.load() != nullptr) {
+    set_tracked(true);
+    return nullptr;
+  }
   // The loop's thread while paused, or a worker inside an op.
   if (is_only_mover() || at::in_parallel_region()) return nullptr;
   // Between loops a new thread may be autograd's.

@@ -10,6 +10,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <condition_variable>
@@ -56,16 +57,18 @@ bool is_only_mover() { return is_opener() && !no_loop_is_open(); }
 // Whether PyTorch may skip observers on this thread, which has opened a loop. Calling `on_op` would add a quarter to
 // the cost of tracking an op, and it only has to detect other threads.
 thread_local bool may_disable_observers = false;
+// Needed repeatedly: the end of a backward pass restores the state of its beginning.
+void enable_observers() {
+  if (may_disable_observers && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
+}
 void disable_observers_unless_used() {
+  // The end of this inference mode restores the dispatch keys of its beginning. `on_op` then notices it.
+  if (c10::InferenceMode::is_enabled()) return enable_observers();
   if (!may_disable_observers && !at::isRecordFunctionEnabled()) return;
   may_disable_observers = true;
   at::enableRecordFunction(true);
   const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   at::enableRecordFunction(observers && observers->callbacks_.size() > 1);
-}
-// Needed repeatedly: the end of a backward pass restores the state of its beginning.
-void enable_observers() {
-  if (may_disable_observers && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
 }
 
 void set_tracked(bool on) {
