@@ -1,4 +1,4 @@
-"""Fifty small faults in the sources, each of which breaks one property, for the test suite to find.
+"""Small faults in the sources, each of which breaks one property, for the test suite to find.
 
 A mutant is a text replacement rather than a line number, so it survives other changes of its file. A good mutant breaks
 one property, imports and compiles, and leaves most tests green.

@@ -451,15 +451,15 @@ def start_in_backward_pass(run: outofcore.Loop) -> None:
 
 
 @pytest.mark.parametrize("start", [start_in_inference_mode, start_in_backward_pass])
-def test_loop_outlives_the_mode_in_which_it_was_started(start: Callable[[outofcore.Loop], None]) -> None:
+def test_loop_keeps_its_budget_after_the_mode_at_its_start(start: Callable[[outofcore.Loop], None]) -> None:
     run = outofcore.budget(4 * MIB, home="host", policy=None)
     start(run)
     x = torch.ones(8)
-    kept = [x.expand(40000, -1) * number for number in range(8)]
+    products = [x.expand(40000, -1) * number for number in range(8)]
     run.stop()
     assert run.stats.peak_bytes <= 4 * MIB
     assert run.stats.evictions > 0
-    assert [tensor.sum().item() for tensor in kept] == [320000.0 * number for number in range(8)]
+    assert [tensor.sum().item() for tensor in products] == [320000.0 * number for number in range(8)]
 
 
 def test_tensors_outlive_the_loop() -> None:
